@@ -1,0 +1,138 @@
+"""Every error that crosses a boundary: the wire, the control socket, the command line.
+
+An error has a stable wire name (`type`), one message that names the cause, a hint that says what to do next, and
+details (`layer`, `experts`, `peer`) where they apply. The two families are kept apart: `PeerMistake` is a fault of
+somebody else's bytes and never takes the daemon down; all others are about this node or the request itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+Json = Any
+_TEXT_LIMIT = 2_000
+_DETAIL_KEYS = frozenset({"layer", "experts", "peer", "cause", "request_id", "retry_after_s", "path", "term"})
+_LIST_LIMIT = 4_096
+
+
+class SwarmError(Exception):
+    """Base of all typed errors. `type` is the name on the wire; `hint` says what to do next."""
+
+    type: ClassVar[str] = "internal"
+    default_hint: ClassVar[str] = ""
+
+    def __init__(self, message: str, *, hint: str | None = None, **details: Json) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = self.default_hint if hint is None else hint
+        self.details: dict[str, Json] = {k: v for k, v in details.items() if v is not None}
+
+    def to_json(self) -> dict[str, Json]:
+        """`{"type", "message", "hint", ...details}`, ready for JSON or msgpack."""
+        return {"type": self.type, "message": self.message, "hint": self.hint, **self.details}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Json]) -> SwarmError:
+        """Rebuild an error that a peer or daemon sent. Unknown types become `Internal`; texts are cut, details filtered."""
+        kind = _BY_TYPE.get(str(value.get("type")), Internal)
+        message = str(value.get("message", "no message"))[:_TEXT_LIMIT]
+        hint = str(value.get("hint", ""))[:_TEXT_LIMIT]
+        details = {k: _bounded(v) for k, v in value.items() if k in _DETAIL_KEYS}
+        return kind(message, hint=hint, **details)
+
+
+def _bounded(value: Json) -> Json:
+    if isinstance(value, (bool, int, float)) or value is None:
+        return value
+    if isinstance(value, list):
+        return [_bounded(item) for item in value[:_LIST_LIMIT]]
+    return str(value)[:_TEXT_LIMIT]
+
+
+class Internal(SwarmError):
+    """A fault of this program. The log of the node that raised it has the traceback."""
+
+    type = "internal"
+    default_hint = "This is a bug: the daemon's log has the details."
+
+
+class PeerMistake(SwarmError):
+    """A peer broke the protocol: wrong shape, id out of range, oversized frame, malformed header."""
+
+    type = "peer_mistake"
+    default_hint = "The other side sent something that the protocol forbids; compare versions in `swarmctl status`."
+
+
+class BadModelFile(SwarmError):
+    type = "bad_model_file"
+    default_hint = "Download the file again and compare its size or checksum with the publisher's."
+
+
+class UnsupportedModel(SwarmError):
+    type = "unsupported_model"
+    default_hint = "Run `swarmctl model check FILE` for the details; another architecture or quantisation may work."
+
+
+class LibraryMismatch(SwarmError):
+    type = "library_mismatch"
+    default_hint = "Install the llama-cpp-python version that pyproject.toml names (`make setup`)."
+
+
+class UsageError(SwarmError):
+    type = "usage"
+
+
+class NoDaemon(SwarmError):
+    type = "no_daemon"
+    default_hint = "Start one with `swarmnode run`, or name its folder with --data-dir."
+
+
+class NotReady(SwarmError):
+    type = "not_ready"
+    default_hint = "Watch `swarmctl status`; ask again when it says ready."
+
+
+class NoLeader(SwarmError):
+    type = "no_leader"
+    default_hint = "Check that the leader's daemon runs and that its address in the configuration is right."
+
+
+class ModelNotFound(SwarmError):
+    type = "model_not_found"
+    default_hint = "`swarmctl model list` shows the models that this node knows."
+
+
+class ContextLengthExceeded(SwarmError):
+    type = "context_length_exceeded"
+    default_hint = "Shorten the prompt, lower --max-tokens, or raise leader.context_tokens in the leader's configuration."
+
+
+class ExpertsUnavailable(SwarmError):
+    """No usable answer for some experts of a layer. Details: layer, experts, peer, cause."""
+
+    type = "experts_unavailable"
+    default_hint = "Ask again once `swarmctl status` is ready; the named peer is down, slow or wrong."
+
+
+class RequestCancelled(SwarmError):
+    type = "cancelled"
+
+
+class DeadlineExceeded(SwarmError):
+    type = "deadline_exceeded"
+    default_hint = "The swarm is slow or overloaded; try again or raise the request's deadline."
+
+
+class Overloaded(SwarmError):
+    type = "overloaded"
+    default_hint = "Try again in a moment."
+
+
+_BY_TYPE: dict[str, type[SwarmError]] = {
+    kind.type: kind
+    for kind in (
+        Internal, PeerMistake, BadModelFile, UnsupportedModel, LibraryMismatch, UsageError, NoDaemon, NotReady, NoLeader,
+        ModelNotFound, ContextLengthExceeded, ExpertsUnavailable, RequestCancelled, DeadlineExceeded, Overloaded,
+    )
+}  # fmt: skip

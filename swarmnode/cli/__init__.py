@@ -1,0 +1,1 @@
+"""The two commands: `swarmnode` (the daemon) and `swarmctl` (everything else)."""
