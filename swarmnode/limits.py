@@ -1,0 +1,187 @@
+"""Every limit of every application protocol, each with its reason.
+
+A peer is hostile until shown otherwise, so whatever it can make this node store, wait for or compute ends at a number
+in this file. Limits on single fields do not bound their product: where two fields multiply into memory (rows times
+width), the product has its own limit and is checked from the header, before the payload is read.
+
+Units come last in the names. `FrameLimits` is what one read of one protocol allows; wire.read_frame enforces it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLimits:
+    """The most that one frame may hold. `items` bounds every msgpack array and map, `text_bytes` every string."""
+
+    header_bytes: int
+    payload_bytes: int
+    items: int = 64
+    text_bytes: int = 1 * KIB
+
+
+# --- Frames -----------------------------------------------------------------------------------------------------------
+
+HEADER_BYTES_MAX: Final = 8 * KIB
+"""Headers describe, payloads carry: the largest header is a typed error with its list of experts (under 4 KiB)."""
+
+HEADER_DEPTH_MAX: Final = 4
+"""Containers within containers. A map holding an error holding a list of experts is three."""
+
+EAGER_PAYLOAD_BYTES: Final = 64 * KIB
+"""Up to here header and payload are read at once (one wake-up for a decode step); above, the header is judged first."""
+
+ERROR_MESSAGE_BYTES_MAX: Final = 1_000
+ERROR_HINT_BYTES_MAX: Final = 400
+ERROR_DETAIL_BYTES_MAX: Final = 128
+ERROR_EXPERTS_MAX: Final = 256
+"""With these four an error stays under 4 KiB, and still names all experts of a layer in nearly every model."""
+
+REQUEST_ID_CHARS_MAX: Final = 64
+"""Request ids appear in every peer's log: a uuid (36) or a short name, never a text."""
+
+# --- Streams ----------------------------------------------------------------------------------------------------------
+
+STREAMS_PER_PEER_MAX: Final = 32
+"""Inbound streams of one peer, all protocols. py-libp2p hangs at a connection's 257th; normal use is under 12."""
+
+PEERS_MAX: Final = 256
+"""Connected peers. Each costs buffers and a share of every status reply; one leader serves fewer."""
+
+OPEN_STREAM_SECONDS_MAX: Final = 5.0
+"""Opening a stream costs two round trips; 5 s covers a bad mobile link and still ends before a person gives up."""
+
+IDLE_STREAM_SECONDS_MAX: Final = 60.0
+"""A request stream on which nothing arrives is closed: streams are counted, so idle ones must not add up."""
+
+SEND_SECONDS_MAX: Final = 20.0
+"""One frame to a peer that stopped reading. The largest chunk (256 KiB) passes a 128 kbit/s link in this time."""
+
+# --- Experts: leader to worker and back -------------------------------------------------------------------------------
+
+DISPATCH_TOKENS_MAX: Final = 4_096
+"""Rows of activations in one dispatch. llama.cpp's largest micro-batch in use is 512; a token's index fits 16 bits."""
+
+DISPATCH_ROWS_MAX: Final = 32_768
+"""(token, expert) pairs in one dispatch: 4,096 tokens with eight experts each, all held by one worker."""
+
+DISPATCH_PAYLOAD_BYTES_MAX: Final = 32 * MIB
+"""512 tokens of width 8,192 in F32 take 16 MiB, with room for twice that. Longer prefills go in several dispatches."""
+
+REPLY_PAYLOAD_BYTES_MAX: Final = 64 * MIB
+"""Bounds the product rows * n_out * 4, as no limit on a field does: 512 tokens, 8 experts, 4,096 wide are 64 MiB."""
+
+EXPERT_ID_MAX: Final = 65_535
+"""Expert ids are 16 bits on the wire; the largest models have about a thousand experts a layer."""
+
+LAYER_MAX: Final = 65_535
+
+EXPERTS_REQUEST: Final = FrameLimits(header_bytes=128, payload_bytes=DISPATCH_PAYLOAD_BYTES_MAX, items=9, text_bytes=64)
+"""A dispatch header is nine integers (60 bytes at most with both length words); a notice carries a request id (64)."""
+
+EXPERTS_REPLY: Final = FrameLimits(HEADER_BYTES_MAX, REPLY_PAYLOAD_BYTES_MAX, items=ERROR_EXPERTS_MAX)
+"""A reply header is four integers; a failure carries a typed error instead."""
+
+EXPERTS_STREAMS_PER_PEER_MAX: Final = 4
+"""One persistent stream carries all dispatches; more exist only while an old one is being replaced."""
+
+COMPUTE_US_MAX: Final = 2**32 - 1
+
+DISPATCH_SECONDS_MIN: Final = 2.0
+"""No dispatch is given less: two seconds without a ping is what already counts as failed."""
+
+# --- Shards: fetching experts -----------------------------------------------------------------------------------------
+
+MANIFEST_BYTES_MAX: Final = 16 * MIB
+"""32 bytes an expert: 384 experts in 60 layers make 0.75 MB. Sixteen MiB hold half a million experts."""
+
+SHARD_CHUNK_BYTES: Final = 256 * KIB
+"""Every chunk but a range's last is exactly this long, so a deadline a chunk is also a lowest rate. Short enough that
+a ping waits 2 ms behind one on a 1 Gbit/s link, long enough that a chunk's fixed cost (a thread hop) is small."""
+
+SHARDS_REQUEST: Final = FrameLimits(header_bytes=256, payload_bytes=0, items=8, text_bytes=64)
+SHARDS_REPLY: Final = FrameLimits(HEADER_BYTES_MAX, SHARD_CHUNK_BYTES, items=ERROR_EXPERTS_MAX)
+
+SHARD_STREAMS_PER_PEER_MAX: Final = 4
+"""A fetch uses two a source; a second fetch may begin while the first one winds down."""
+
+SHARD_STREAMS_MAX: Final = 64
+"""All peers together: 64 chunks in flight are 16 MiB."""
+
+SHARD_READS_MAX: Final = 4
+"""Chunks read from disk at once, each in a thread. More only make a spinning disk seek."""
+
+SHARD_READ_WAIT_SECONDS_MAX: Final = 20.0
+"""Waiting for a turn to read, and for the disk; then the asker is told `overloaded` and goes elsewhere."""
+
+SHARD_SOURCES_MAX: Final = 8
+"""Peers that one fetch draws on at once. Two fill a home downlink; eight ride out several that fail."""
+
+SHARD_LANES_PER_SOURCE: Final = 2
+"""Streams a source: while one waits for the round trip between two experts, the other one transfers."""
+
+SHARD_CHUNK_SECONDS_MAX: Final = 10.0
+"""One chunk's arrival. 256 KiB in 10 s is 26 KB/s: below that a source is as good as gone, and another is asked."""
+
+SHARD_FETCH_PATIENCE_SECONDS: Final = 60.0
+"""A fetch without a single new chunk for this long fails. It covers a source's restart (a daemon is back in 10 s)."""
+
+SHARD_BACKOFF_SECONDS_MIN: Final = 0.25
+SHARD_BACKOFF_SECONDS_MAX: Final = 8.0
+"""A source that failed is left alone for the minimum, doubled with every further failure, up to the maximum."""
+
+# --- Prompt: asker to leader ------------------------------------------------------------------------------------------
+
+REQUEST_TEXT_BYTES_MAX: Final = 2 * MIB
+"""A conversation's text. A context of 131,072 tokens is about 0.6 MB of English and under 2 MiB in any script."""
+
+STOP_STRINGS_MAX: Final = 16
+STOP_STRING_BYTES_MAX: Final = 256
+
+MAX_TOKENS_MAX: Final = 1_048_576
+"""Longer than any context; the context's own length is the real limit."""
+
+PROMPT_REQUEST: Final = FrameLimits(HEADER_BYTES_MAX, REQUEST_TEXT_BYTES_MAX, items=64, text_bytes=1 * KIB)
+PROMPT_REPLY: Final = FrameLimits(HEADER_BYTES_MAX, 64 * KIB, items=ERROR_EXPERTS_MAX)
+"""One frame of an answer holds a few tokens' text; 64 KiB also holds the closing frame with its timings."""
+
+PROMPT_STREAMS_PER_PEER_MAX: Final = 16
+"""Prompts of one peer at a time. Each holds a place in the queue of the leader."""
+
+PROMPT_KEEPALIVE_SECONDS: Final = 1.0
+"""A queued prompt hears from its leader this often, so that an asker tells a queue from a dead leader."""
+
+PROMPT_SILENCE_SECONDS_MAX: Final = 4.0
+"""An asker that hears nothing for this long reports the leader as lost: with detection it stays under 5 s."""
+
+# --- Status, membership, pings ----------------------------------------------------------------------------------------
+
+STATUS_REQUEST: Final = FrameLimits(header_bytes=256, payload_bytes=0, items=8)
+STATUS_REPLY: Final = FrameLimits(HEADER_BYTES_MAX, 4 * MIB, items=ERROR_EXPERTS_MAX)
+"""256 peers with 16 KB each."""
+
+STATUS_STREAMS_PER_PEER_MAX: Final = 4
+
+STATUS_SECONDS_MAX: Final = 5.0
+"""A person waits in front of it."""
+
+MEMBER_FRAME: Final = FrameLimits(HEADER_BYTES_MAX, 2 * MIB, items=ERROR_EXPERTS_MAX)
+"""An assignment names every expert that a worker holds: 128 layers of 1,024 experts at 3 bytes are 0.4 MB."""
+
+MEMBER_STREAMS_PER_PEER_MAX: Final = 2
+"""One lives; a second appears while a peer that restarted comes back before the first one was given up."""
+
+MEMBER_HELLO_SECONDS_MAX: Final = 10.0
+
+PING_FRAME: Final = FrameLimits(header_bytes=64, payload_bytes=0, items=4, text_bytes=0)
+PING_STREAMS_PER_PEER_MAX: Final = 2
+
+PING_INTERVAL_SECONDS: Final = 0.5
+PING_SILENCE_SECONDS_MAX: Final = 2.0
+"""Two seconds of silence mean failed (three pings lost in a row), so that an asker knows within 5 s of a fault."""
