@@ -1,0 +1,283 @@
+"""The configuration: one TOML file, read once at start-up.
+
+Each knob is declared once, here: its type, range, default and what a person needs to decide it (formula, trade-off, why
+this default). `default_text()` prints the file from these declarations, so it cannot fall behind. A key that is not
+known is an error that names the nearest one: a misspelt knob that silently does nothing is worse than no knob.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import textwrap
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from multiaddr import Multiaddr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from capabilities.errors import UsageError
+
+CONFIG_BYTES_MAX = 1 << 20
+COMMENT_COLUMNS = 110
+MIB = 1 << 20
+_INPUT_CHARS_MAX = 60
+
+
+def _check_name(value: str) -> str:
+    if value and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", value):
+        raise ValueError("must be 1 to 63 letters, digits, dots, dashes or underscores")
+    return value
+
+
+def _check_listen(value: str) -> str:
+    return _check_address(value, r"/ip[46]/[^/]+/tcp/\d+", "/ip4/0.0.0.0/tcp/11436")
+
+
+def _check_leader(value: str) -> str:
+    # The peer id is not optional: it is the key that the other side must prove.
+    example = "/ip4/192.0.2.7/tcp/11436/p2p/12D3KooW..."
+    return value and _check_address(value, r"/(ip|dns)[46]?/[^/]+/tcp/\d+/p2p/\w+", example)
+
+
+def _check_address(value: str, pattern: str, example: str) -> str:
+    try:
+        Multiaddr(value)
+    except Exception as error:
+        raise ValueError(f"must be an address such as {example}") from error
+    if not re.fullmatch(pattern, value):
+        raise ValueError(f"must be a TCP address such as {example}")
+    return value
+
+
+def _check_factory(value: str) -> str:
+    if value and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+        raise ValueError("must be module:Class")
+    return value
+
+
+ListenAddress = Annotated[str, AfterValidator(_check_listen)]
+
+
+class _Section(BaseModel):
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
+
+
+class NodeConfig(_Section):
+    """This daemon and what it may use of the machine."""
+
+    name: Annotated[str, AfterValidator(_check_name)] = ""
+    """What people see in `swarmctl status`. Empty: the machine's host name. It identifies nothing; the peer's key
+    does."""
+
+    listen: Annotated[tuple[ListenAddress, ...], Field(strict=False, max_length=8)] = ("/ip4/0.0.0.0/tcp/11436",)
+    """TCP addresses to accept peers on. A fixed port, so that an address written down once stays right; port 0 takes
+    any free one, for several daemons on one machine. A worker needs none: it dials out, so an empty list works behind
+    any firewall, but then nobody can fetch experts from it who is not connected already."""
+
+    memory_mib: Annotated[int, Field(ge=0, le=1 << 24)] = 0
+    """Memory that experts may take. 0: three quarters of what is available when the daemon starts. A worker needs about
+    250 MiB besides. More than the machine has makes it swap, and one swapping worker slows every token of the swarm."""
+
+    disk_mib: Annotated[int, Field(ge=0, le=1 << 30)] = 0
+    """Disk that fetched experts may take. 0: half of what is free when the daemon starts. It is a cache: what was used
+    longest ago goes first, and everything can be fetched again."""
+
+    def memory_bytes(self, available_bytes: int) -> int:
+        """The budget for experts, given the memory that is available now."""
+        return self.memory_mib * MIB or available_bytes * 3 // 4
+
+    def disk_bytes(self, free_bytes: int) -> int:
+        """The budget of the shard cache, given the space that is free now."""
+        return self.disk_mib * MIB or free_bytes // 2
+
+
+class SwarmConfig(_Section):
+    """The swarm that this daemon belongs to."""
+
+    role: Literal["leader", "worker"] = "leader"
+    """leader: holds the trunk, routes, samples. worker: holds experts and computes them. Both take prompts."""
+
+    leader: Annotated[str, AfterValidator(_check_leader)] = ""
+    """Workers: where the leader is and which key it must prove, as `swarmctl status` there prints it:
+    /ip4/192.0.2.7/tcp/11436/p2p/12D3KooW..."""
+
+    workers_expected: Annotated[int, Field(ge=0, le=256)] = 0
+    """Leader: experts are dealt out once this many workers have joined. 0: to those who are there when nobody has
+    joined for settle_s. Set it where the number is known: a late worker otherwise stays without experts."""
+
+    settle_s: Annotated[float, Field(ge=0.1, le=600)] = 3.0
+    """Leader: how long to wait for one more worker when workers_expected is 0. Workers dial again within two seconds,
+    so three see all that are up."""
+
+    @model_validator(mode="after")
+    def _role_fits(self) -> Self:
+        if self.role == "worker" and not self.leader:
+            raise ValueError("a worker must know its leader: set leader to the address that the leader's status prints")
+        if self.role == "leader" and self.leader:
+            raise ValueError('leader is for workers: set role = "worker", or leave it empty')
+        return self
+
+
+class LeaderConfig(_Section):
+    """Serving prompts. Only the leader reads this."""
+
+    model: Annotated[str, Field(max_length=128)] = ""
+    """Which model to serve, by its name in `swarmctl model list`. Empty: the only one."""
+
+    context_tokens: Annotated[int, Field(ge=16, le=1 << 20)] = 4096
+    """Prompt and answer together, for each request. Memory for it is reserved at start: layers * key and value width *
+    2 bytes * context_tokens * parallel. What a model advertises (often 131072) would take gigabytes for nothing, so it
+    is set here."""
+
+    parallel: Annotated[int, Field(ge=1, le=256)] = 8
+    """Requests that generate at the same time. Expert weights are read once for all of them, so eight together give two
+    to three times the tokens of one; each waits a little longer. Each costs a context's memory."""
+
+    queue_limit: Annotated[int, Field(ge=0, le=4096)] = 64
+    """Requests that wait for a place. More are refused at once (`overloaded`): better to hear no than to wait for
+    minutes."""
+
+    batch_tokens: Annotated[int, Field(ge=1, le=4096)] = 512
+    """Tokens of prompts in one step. Larger: prompts are read faster. Smaller: running answers pause less while a long
+    prompt is read, and frames to workers are smaller (batch_tokens * width * 4 bytes)."""
+
+    fast: bool = False
+    """true: flash attention and a shared cache, 7 to 17 % faster prompts and up to 17 % faster answers. The price is
+    batch invariance: a token's last bits then depend on who else is served, and an answer can differ from itself when
+    it is repeated or continues elsewhere."""
+
+    request_deadline_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+    """From acceptance to the last token. A request that is not done by then ends with `deadline_exceeded`: without an
+    end a forgotten client would hold its place for ever."""
+
+    activations: Literal["auto", "f32", "q8_0"] = "auto"
+    """How activations travel to workers. q8_0 takes 3.76 times fewer bytes, and the same bits come out where the
+    workers' kernels would round them the same way (Q4_0 and Q8_0 weights on CPUs). auto: q8_0 exactly there, f32
+    elsewhere."""
+
+
+class ComputeConfig(_Section):
+    """How this daemon computes."""
+
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Compute threads. 0: what the machine has left, that is its cores less one for the event loops, less the threads
+    of daemons that run already. Threads that share a core wait for each other in turns (38 ms a token became 190 to
+    800), so a number here is cut to what is left, but never below one."""
+
+    backend: Literal["ggml", "numpy"] = "ggml"
+    """ggml: llama.cpp's own kernels. numpy: a slow reference to check other backends against."""
+
+    factory: Annotated[str, AfterValidator(_check_factory)] = ""
+    """module:Class of another expert backend, used in place of the above: for backends that live outside this project,
+    and for tests. What is named here runs with all rights of the daemon."""
+
+
+class LogConfig(_Section):
+    """Logs go to standard error. They never hold prompts, answers or tokens."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """info tells of joins, assignments and requests; debug also of each step."""
+
+    format: Literal["auto", "human", "json"] = "auto"
+    """auto: human on a terminal, JSON lines otherwise."""
+
+
+class Config(_Section):
+    """The whole file. Every section and key may be left out."""
+
+    node: NodeConfig = NodeConfig()
+    swarm: SwarmConfig = SwarmConfig()
+    leader: LeaderConfig = LeaderConfig()
+    compute: ComputeConfig = ComputeConfig()
+    log: LogConfig = LogConfig()
+
+
+def load_config(file: Path | None) -> Config:
+    """Read a file; None gives the defaults. Raises UsageError: one line that names file, section, key and fault."""
+    if file is None:
+        return Config()
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(CONFIG_BYTES_MAX + 1)
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror}", hint=_HINT, path=str(file)) from error
+    if len(data) > CONFIG_BYTES_MAX:
+        raise UsageError(f"{file}: over {CONFIG_BYTES_MAX // MIB} MiB, so it is no configuration", hint=_HINT)
+    try:
+        return parse_config(data.decode())
+    except (UsageError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file}: {error}", hint=_HINT, path=str(file)) from error
+
+
+def parse_config(text: str) -> Config:
+    """A configuration from TOML text. Raises UsageError naming section, key and fault."""
+    try:
+        return Config.model_validate(tomllib.loads(text))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UsageError(f"not valid TOML: {error}", hint=_HINT) from error
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False)
+        more = f" (and {len(others)} more)" if others else ""
+        raise UsageError(_fault(first) + more, hint=_HINT) from error
+
+
+_PLAIN_WORDS = {
+    "Input should": "must",
+    "a valid integer": "a whole number",
+    "a valid boolean": "true or false",
+    "a valid tuple": "a list",
+    "a valid ": "a ",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "above",
+}
+_HINT = "`swarmnode config --default` prints every key with its meaning."
+
+
+def _fault(error: Any) -> str:
+    section, *rest = (str(part) for part in error["loc"])
+    known = Config.model_fields
+    if error["type"] == "extra_forbidden":
+        if not rest:
+            return f"[{section}] is no known section{_nearest(section, known)}"
+        table = type(getattr(Config(), section)).model_fields
+        return f"[{section}] {rest[0]} is no known key{_nearest(rest[0], table)}"
+    reason = error["msg"].removeprefix("Value error, ")
+    for theirs, ours in _PLAIN_WORDS.items():
+        reason = reason.replace(theirs, ours)
+    if error["type"] in ("model_type", "model_attributes_type"):
+        return f"[{section}] must be a table of keys"
+    if not rest:
+        return f"[{section}] {reason}"
+    return f"[{section}] {rest[0]} {reason}, not {repr(error['input'])[:_INPUT_CHARS_MAX]}"
+
+
+def _nearest(name: str, known: Any) -> str:
+    (match,) = difflib.get_close_matches(name, known, n=1) or ("",)
+    return f"; did you mean {match}?" if match else f"; known are {', '.join(known)}"
+
+
+def default_text() -> str:
+    """The default configuration as TOML, each key under a comment that says what it means."""
+    config = Config()
+    lines = _comment("swarmnode's configuration. Every value here is the default; leave out what you do not change.")
+    for section in type(config).model_fields:
+        table = getattr(config, section)
+        lines += ["", "", *_comment(table.__doc__), f"[{section}]"]
+        for key, field in type(table).model_fields.items():
+            lines += ["", *_comment(str(field.description)), f"{key} = {_toml(getattr(table, key))}"]
+    return "\n".join(lines) + "\n"
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, COMMENT_COLUMNS, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
+
+
+def _toml(value: object) -> str:
+    # JSON's strings, numbers and booleans are TOML's too, and so are arrays of them.
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
