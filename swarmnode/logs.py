@@ -1,0 +1,98 @@
+"""Structured logs on standard error: for people on a terminal, one JSON object a line otherwise.
+
+    log = structlog.get_logger(__name__)    # at the top of a module
+    with bound(request_id=request.id):      # every line from here on carries it, also in tasks started meanwhile
+        log.info("request started", prompt_tokens=17)
+
+Two promises are kept here rather than by every caller: prompts, answers and tokens never reach a log, under whatever
+key they come by mistake; and a text from a peer can neither send control characters to a terminal nor fill a disk.
+Lines of the standard library's loggers (libp2p) come out in the same form, from WARNING on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import MutableMapping
+from typing import Any, Literal, TextIO
+
+import structlog
+from structlog.contextvars import bound_contextvars as bound
+
+__all__ = ["bound", "configure"]
+
+Event = MutableMapping[str, Any]
+OUR_PACKAGES = ("swarmnode", "backends", "scheduler", "capabilities")
+SECRET_KEYS = frozenset("prompt text token tokens messages system answer content generated stop".split())
+VALUE_CHARS_MAX = 500  # of one value; the longest legitimate ones are addresses and error messages
+EXCEPTION_CHARS_MAX = 20_000
+# C0 and C1 controls, and the characters that turn the direction of text: visible as escapes instead.
+_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))} | {
+    code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
+}
+_ESCAPES_BUT_LINES = {code: text for code, text in _ESCAPES.items() if chr(code) not in "\n\t"}
+
+
+def configure(
+    level: str = "info", format: Literal["auto", "human", "json"] = "auto", stream: TextIO | None = None
+) -> None:
+    """Send this process's logs to `stream` (standard error). Call it after libp2p's import, which resets its logger."""
+    stream = sys.stderr if stream is None else stream
+    human = format == "human" or (format == "auto" and stream.isatty())
+    common: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="%H:%M:%S" if human else "iso", utc=not human),
+        _withhold,
+        _clean,
+        structlog.processors.format_exc_info,
+        _clean_exception,
+    ]
+    structlog.configure(
+        processors=[*common, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(stream)
+    remove = structlog.stdlib.ProcessorFormatter.remove_processors_meta
+    render: Any = structlog.processors.JSONRenderer(default=str)
+    if human:
+        colors = stream.isatty() and "NO_COLOR" not in os.environ
+        render = structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback)
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=[remove, render], foreign_pre_chain=common))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    for package in OUR_PACKAGES:
+        logging.getLogger(package).setLevel(level.upper())
+    libp2p = logging.getLogger("libp2p")
+    libp2p.handlers.clear()
+    libp2p.propagate = True
+    libp2p.setLevel(logging.WARNING)
+
+
+def _withhold(_logger: Any, _method: str, event: Event) -> Event:
+    for key in SECRET_KEYS & event.keys():
+        # A number under a plural is a count; under `token` it is one.
+        if key == "token" or not isinstance(event[key], int | float):
+            event[key] = "(withheld)"
+    return event
+
+
+def _clean(_logger: Any, _method: str, event: Event) -> Event:
+    for key, value in event.items():
+        if isinstance(value, bool | int | float) or value is None or key in ("exc_info", "_record", "_from_structlog"):
+            continue
+        text = value if isinstance(value, str) else repr(value)
+        if len(text) > VALUE_CHARS_MAX:
+            text = f"{text[:VALUE_CHARS_MAX]}... ({len(text)} characters)"
+        if text is not value or not text.isprintable():
+            event[key] = text.translate(_ESCAPES)
+    return event
+
+
+def _clean_exception(_logger: Any, _method: str, event: Event) -> Event:
+    if isinstance(text := event.get("exception"), str):
+        event["exception"] = text[-EXCEPTION_CHARS_MAX:].translate(_ESCAPES_BUT_LINES)
+    return event
