@@ -1,4 +1,4 @@
-"""Every limit of every application protocol, each with its reason.
+"""Every limit of every application protocol, each with its reason. (What the network itself allows: net/limits.py.)
 
 A peer is hostile until shown otherwise, so whatever it can make this node store, wait for or compute ends at a number
 in this file. Limits on single fields do not bound their product: where two fields multiply into memory (rows times
@@ -48,12 +48,6 @@ REQUEST_ID_CHARS_MAX: Final = 64
 
 # --- Streams ----------------------------------------------------------------------------------------------------------
 
-STREAMS_PER_PEER_MAX: Final = 32
-"""Inbound streams of one peer, all protocols. py-libp2p hangs at a connection's 257th; normal use is under 12."""
-
-PEERS_MAX: Final = 256
-"""Connected peers. Each costs buffers and a share of every status reply; one leader serves fewer."""
-
 OPEN_STREAM_SECONDS_MAX: Final = 5.0
 """Opening a stream costs two round trips; 5 s covers a bad mobile link and still ends before a person gives up."""
 
@@ -98,12 +92,12 @@ DISPATCH_SECONDS_MIN: Final = 2.0
 
 # --- Shards: fetching experts -----------------------------------------------------------------------------------------
 
-MANIFEST_BYTES_MAX: Final = 16 * MIB
-"""32 bytes an expert: 384 experts in 60 layers make 0.75 MB. Sixteen MiB hold half a million experts."""
-
 SHARD_CHUNK_BYTES: Final = 256 * KIB
 """Every chunk but a range's last is exactly this long, so a deadline a chunk is also a lowest rate. Short enough that
 a ping waits 2 ms behind one on a 1 Gbit/s link, long enough that a chunk's fixed cost (a thread hop) is small."""
+
+MANIFEST_SECONDS_MAX: Final = 60.0
+"""A whole manifest from one peer. 16 MiB pass a 2.5 Mbit/s link in this time, the usual 1 MiB a far slower one."""
 
 SHARDS_REQUEST: Final = FrameLimits(header_bytes=256, payload_bytes=0, items=8, text_bytes=64)
 SHARDS_REPLY: Final = FrameLimits(HEADER_BYTES_MAX, SHARD_CHUNK_BYTES, items=ERROR_EXPERTS_MAX)
@@ -173,6 +167,9 @@ STATUS_SECONDS_MAX: Final = 5.0
 
 MEMBER_FRAME: Final = FrameLimits(HEADER_BYTES_MAX, 2 * MIB, items=ERROR_EXPERTS_MAX)
 """An assignment names every expert that a worker holds: 128 layers of 1,024 experts at 3 bytes are 0.4 MB."""
+
+ASSIGNED_EXPERTS_MAX: Final = 131_072
+"""Experts of all layers that one worker may be told to hold: 128 layers of 1,024."""
 
 MEMBER_STREAMS_PER_PEER_MAX: Final = 2
 """One lives; a second appears while a peer that restarted comes back before the first one was given up."""
