@@ -1,0 +1,78 @@
+"""Child processes that touch files of unknown quality, and how they talk.
+
+llama.cpp aborts the process on some faults of a file. So whatever loads a new file runs in a child of its own, which
+writes one JSON object a line: {"progress": [step, done, total]} now and then, and at the end {"result": ...} or
+{"error": ...}. `verdict_of_death` turns a child that ended without either into a typed error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from capabilities.errors import BadModelFile, Internal, SwarmError
+
+LINE_BYTES_MAX: Final = 1 << 20
+_PROGRESS_INTERVAL_S: Final = 0.2
+
+Report = Callable[[str, int, int], None]
+
+
+class ProgressLines:
+    """`report(step, done, total)` as lines, at most five a second for each step, the last one always."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+
+    def __call__(self, step: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done < total and now - self._last.get(step, 0.0) < _PROGRESS_INTERVAL_S:
+            return
+        self._last[step] = now
+        _write({"progress": [step, done, total]})
+
+
+def run_child(work: Callable[[Report], Any]) -> int:
+    """Main of a child process: run `work`, write its result or its error as the last line, return the exit status."""
+    try:
+        result = work(ProgressLines())
+    except SwarmError as error:
+        _write({"error": error.to_json()})
+        return 1
+    except MemoryError:
+        _write({"error": Internal("out of memory", hint="Close other programs, or choose a smaller model.").to_json()})
+        return 1
+    except OSError as error:
+        _write({"error": Internal(f"{error.strerror or error}", hint="Check the disk and the permissions.").to_json()})
+        return 1
+    _write({"result": result})
+    return 0
+
+
+def _write(value: Any) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    """One line of a child; anything else than a JSON object counts as an empty one (a library wrote to stdout)."""
+    try:
+        value = json.loads(line[:LINE_BYTES_MAX])
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def verdict_of_death(status: int, file: str) -> SwarmError:
+    """The error for a child that ended without a result. A signal means that llama.cpp gave up on the file."""
+    if status < 0:
+        name = signal.Signals(-status).name if -status in signal.valid_signals() else str(-status)
+        if name == "SIGKILL":
+            return Internal(f"reading {os.path.basename(file)} was ended by the system, probably for want of memory")
+        return BadModelFile(f"llama.cpp crashed on {os.path.basename(file)} ({name}): the file is damaged or unsupported")
+    return Internal(f"reading {os.path.basename(file)} ended with status {status}")

@@ -1,0 +1,218 @@
+"""Stops llama.cpp at each MoE layer, through its public eval callback.
+
+llama.cpp asks about every node of its graph, then shows the wanted ones once they are computed. Two matter in a layer:
+the *dispatch point*, its first product over routed experts (activations and router's ids lie in its sources), and the
+*collect point*, the node that carries the experts' outputs before the router's weights apply. `LearningHook` finds the
+collect points and captures the expert programs in a first decode; `ServingHook` hands activations to an executor and
+overwrites the collect points with what it returns, so that llama.cpp's own graph does the combine.
+
+An exception must not cross the C boundary (llama.cpp would go on with stale numbers): it is kept, the rest of the graph
+is stopped, and `Trunk.decode` raises it.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.capture import NotThisBlock, capture_program, expert_product
+from backends.ggml import Tensor, library, read_tensor, tensor_at, write_tensor
+from backends.program import ExpertProgram
+from capabilities.errors import UnsupportedModel
+
+F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
+
+_COLLECT: Final = re.compile(rb"ffn_moe_down(?:_scaled|_biased)?-(\d+)")
+_OP_OFFSET: Final = Tensor.op.offset
+
+
+class ExpertExecutor(Protocol):
+    """Where the experts of a layer are computed. Called from the thread that decodes; an exception aborts the step."""
+
+    def dispatch(self, layer: int, x: F32, ids: I32) -> None:
+        """Take activations x [T, n_in] and the router's choice ids [T, K] of one layer."""
+
+    def collect(self, layer: int) -> F32:
+        """The experts' outputs [T, K, n_out] for the last dispatch of this layer, C-contiguous."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedLayer:
+    """A MoE layer as llama.cpp runs it.
+
+    `occurrence` tells which of the nodes called `collect` is the collect point, counted from 0 after the layer's
+    dispatch point: an architecture may run a second block, of other experts, under the same names.
+    """
+
+    layer: int
+    collect: bytes
+    occurrence: int
+    program: ExpertProgram
+    n_used: int
+    n_in: int
+    n_out: int
+
+
+class Hook:
+    """Base of both hooks: the C callback, and the exception that it kept."""
+
+    def __init__(self) -> None:
+        self._lib = library()
+        self._wanted_ops = frozenset(
+            number for number, name in self._lib.op_names.items() if name in ("MUL_MAT_ID", "ADD_ID", "MUL")
+        )
+        self.error: BaseException | None = None
+
+    def callback(self, node: int, ask: bool, _user: Any = None) -> bool:
+        """llama.cpp's eval callback: (tensor address, ask) -> wanted, or go on."""
+        try:
+            if self.error is not None:
+                return ask  # stop each remaining split at its first node
+            if ask:
+                return C.c_int.from_address(node + _OP_OFFSET).value in self._wanted_ops and self.wants(node)
+            self.computed(node)
+        except BaseException as error:
+            self.error = error
+            return ask
+        return True
+
+    def begin(self) -> None:
+        """Called before each decode."""
+        self.error = None
+
+    def wants(self, node: int) -> bool:
+        raise NotImplementedError
+
+    def computed(self, node: int) -> None:
+        raise NotImplementedError
+
+    def _routed(self, tensor: Tensor) -> tuple[F32, I32]:
+        """Activations [T, n_in] and ids [T, K] of a product over routed experts."""
+        x = read_tensor(self._lib, tensor.src[1], np.float32)[0]
+        ids = read_tensor(self._lib, tensor.src[2], np.int32)[0, 0]
+        return x[:, 0, :], ids
+
+
+class LearningHook(Hook):
+    """Finds collect points and captures programs. The values that llama.cpp computes are left as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: dict[int, LearnedLayer] = {}
+        self.refused: dict[int, UnsupportedModel] = {}
+        self._points: dict[int, tuple[int, int]] = {}  # layer -> addresses of x and ids
+        self._seen: dict[bytes, int] = {}  # name -> nodes of that name since their layer's dispatch point, less one
+
+    def begin(self) -> None:
+        super().begin()
+        self._points.clear()
+        self._seen.clear()
+
+    def wants(self, node: int) -> bool:
+        tensor = tensor_at(node)
+        return _COLLECT.fullmatch(tensor.name) is not None or expert_product(self._lib, tensor) >= 0
+
+    def computed(self, node: int) -> None:
+        tensor = tensor_at(node)
+        layer = expert_product(self._lib, tensor)
+        if layer >= 0 and layer not in self._points:
+            self._points[layer] = tensor.src[1], tensor.src[2]
+        if (found := _COLLECT.fullmatch(tensor.name)) and int(found[1]) in self._points:
+            key = tensor.name
+            self._seen[key] = self._seen.get(key, -1) + 1
+            self._learn(int(found[1]), node, tensor, self._seen[key])
+
+    def _learn(self, layer: int, node: int, tensor: Tensor, occurrence: int) -> None:
+        x, ids = self._points[layer]
+        x_shape, ids_shape = list(tensor_at(x).ne), list(tensor_at(ids).ne)
+        if 0 in x_shape or 0 in ids_shape:
+            return
+        try:
+            if x_shape[1] != 1:
+                raise UnsupportedModel(
+                    f"layer {layer} changes its experts' input by the router's weights, which needs them before the experts"
+                )
+            program = capture_program(self._lib, layer, node, x, ids)
+        except NotThisBlock:
+            return
+        except UnsupportedModel as error:
+            self.refused[layer] = error
+            return
+        self.refused.pop(layer, None)
+        self.layers[layer] = LearnedLayer(
+            layer, tensor.name, occurrence, program, ids_shape[0], x_shape[0], tensor.ne[0]
+        )
+
+
+@dataclass(slots=True)
+class _Pending:
+    rows: int
+    passed: int = 0
+
+
+class ServingHook(Hook):
+    """Hands each MoE layer to an executor."""
+
+    def __init__(self, layers: Iterable[LearnedLayer], executor: ExpertExecutor) -> None:
+        super().__init__()
+        self.executor = executor
+        self._layers = {l.layer: l for l in layers}
+        self._collect = {l.collect: l for l in self._layers.values()}
+        self._pending: dict[int, _Pending] = {}  # layers between their dispatch and their collect point
+        self.dispatched: dict[int, int] = {}  # layer -> rows dispatched since the hook was made
+
+    def begin(self) -> None:
+        super().begin()
+        self._pending.clear()
+
+    def wants(self, node: int) -> bool:
+        tensor = tensor_at(node)
+        if (learned := self._collect.get(tensor.name)) and (pending := self._pending.get(learned.layer)):
+            pending.passed += 1
+            return pending.passed > learned.occurrence
+        layer = expert_product(self._lib, tensor)
+        return layer in self._layers and layer not in self._pending
+
+    def computed(self, node: int) -> None:
+        tensor = tensor_at(node)
+        if (learned := self._collect.get(tensor.name)) and learned.layer in self._pending:
+            if self._pending.pop(learned.layer).rows:
+                write_tensor(self._lib, node, self.executor.collect(learned.layer))
+            return
+        layer = expert_product(self._lib, tensor)
+        x, ids = self._routed(tensor)
+        self._pending[layer] = _Pending(len(x))
+        if len(x):  # the last layer has no rows where no logits are wanted
+            self.dispatched[layer] = self.dispatched.get(layer, 0) + len(x)
+            self.executor.dispatch(layer, x, ids)
+
+
+class ObservingHook(ServingHook):
+    """Leaves a whole model's values as they are and keeps each layer's expert outputs, for comparisons."""
+
+    def __init__(self, layers: Iterable[LearnedLayer]) -> None:
+        super().__init__(layers, _Nowhere())
+        self.rows: dict[int, list[F32]] = {}  # layer -> outputs [T, K, n_out] of each ubatch
+
+    def computed(self, node: int) -> None:
+        tensor = tensor_at(node)
+        if (learned := self._collect.get(tensor.name)) and learned.layer in self._pending:
+            if self._pending.pop(learned.layer).rows:
+                self.rows.setdefault(learned.layer, []).append(read_tensor(self._lib, node, np.float32)[0])
+            return
+        super().computed(node)
+
+
+class _Nowhere:
+    def dispatch(self, layer: int, x: F32, ids: I32) -> None:
+        pass
+
+    def collect(self, layer: int) -> F32:
+        raise AssertionError("an observer collects nothing")

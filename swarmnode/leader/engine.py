@@ -1,0 +1,223 @@
+"""The leader's decode thread: one llama.cpp context, one batcher, one loop.
+
+llama.cpp blocks, so it has a thread of its own, and that thread alone owns the model and the batcher. Requests come in
+through a bounded queue of commands; tokens go out as batches of effects to the event loop. Between two steps the loop
+takes new requests and cancellations, so a cancelled request costs at most the step that runs.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import structlog
+import trio
+
+from backends.llama import LlamaModel
+from backends.moe_hook import ExpertExecutor
+from capabilities.errors import Internal, NotReady, Overloaded, SwarmError
+from scheduler.batching import Batcher, BatcherStatistics, Step
+from scheduler.requests import Effect, FailedEffect, FinishedEffect, Request
+
+_log = structlog.get_logger(__name__)
+
+COMMANDS_MAX: Final = 1024  # far above the batcher's own queue; beyond it a submission is refused at once
+_IDLE_WAIT_S: Final = 60.0
+_STOP_WAIT_S: Final = 30.0
+
+Sink = Callable[[Effect], None]
+
+
+class StepExecutor(ExpertExecutor, Protocol):
+    """An executor that is told which requests a step serves, for its logs and errors."""
+
+    def begin_step(self, requests: Sequence[str]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    request: Request
+    sink: Sink
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """Counters of the engine. `decode_s` is time inside llama.cpp and the executor."""
+
+    batcher: BatcherStatistics
+    steps: int
+    decode_s: float
+
+
+class DecodeEngine:
+    """Runs requests on a model. All methods but the thread's own are called from the event loop."""
+
+    def __init__(self, model: LlamaModel, executor: StepExecutor, batcher: Batcher) -> None:
+        self._model = model
+        self._executor = executor
+        self._batcher = batcher
+        self._commands: queue.Queue[_Submit | _Cancel | None] = queue.Queue(COMMANDS_MAX)
+        self._sinks: dict[str, Sink] = {}
+        self._token = trio.lowlevel.current_trio_token()
+        self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
+        self._stopped = trio.Event()
+        self._stopping = False
+        self._steps = 0
+        self._decode_s = 0.0
+        self._step_ends: list[trio.Event] = []
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End all requests with an error and stop the thread. Bounded by the step that runs."""
+        self._stopping = True
+        self._commands.put_nowait(None)
+        with trio.move_on_after(_STOP_WAIT_S):
+            await self._stopped.wait()
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queue a request; `sink` gets its effects on the event loop, the last one terminal.
+
+        Raises:
+            Overloaded: too many requests wait.
+            NotReady: the engine has stopped.
+        """
+        if self._stopping:
+            raise NotReady("the leader is stopping")
+        if request.id in self._sinks:
+            raise Overloaded(f"request id {request.id} is in use")
+        try:
+            self._commands.put_nowait(_Submit(request, sink))
+        except queue.Full:
+            raise Overloaded("too many requests wait for this leader") from None
+        self._sinks[request.id] = sink
+
+    def cancel(self, request_id: str, reason: str) -> None:
+        """Drop a request: no further effects reach its sink."""
+        if self._sinks.pop(request_id, None) is not None:
+            try:
+                self._commands.put_nowait(_Cancel(request_id, reason))
+            except queue.Full:  # the request then ends by its own deadline
+                _log.warning("engine.cancel_lost", request_id=request_id)
+
+    def statistics(self) -> EngineStatistics:
+        return EngineStatistics(self._batcher.statistics(), self._steps, self._decode_s)
+
+    async def step_boundary(self) -> None:
+        """Wait until the step that runs now has ended."""
+        event = trio.Event()
+        self._step_ends.append(event)
+        if self._batcher.statistics().running == 0:
+            event.set()
+        await event.wait()
+
+    # -- event loop ---------------------------------------------------------------------------------------------
+
+    def _deliver(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            ended = isinstance(effect, FinishedEffect | FailedEffect)
+            sink = self._sinks.pop(effect.request, None) if ended else self._sinks.get(effect.request)
+            if sink is not None:
+                sink(effect)
+        ends, self._step_ends = self._step_ends, []
+        for event in ends:
+            event.set()
+
+    # -- decode thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._one_round()
+            self._post(self._fail_everything(NotReady("the leader stopped")))
+        except trio.RunFinishedError:
+            return
+        except BaseException:
+            _log.exception("engine.died")
+            self._stopping = True
+            self._post(self._fail_everything(Internal("the leader's decode thread died")))
+        finally:
+            try:
+                self._token.run_sync_soon(self._stopped.set)
+            except trio.RunFinishedError:
+                pass
+
+    def _one_round(self) -> None:
+        effects = self._take_commands()
+        now = time.monotonic()
+        effects += self._batcher.expire(now)
+        step = self._batcher.next_step(now)
+        if step is not None:
+            effects += self._decode(step)
+        self._post(effects)
+        if step is None:
+            self._wait(now)
+
+    def _take_commands(self) -> list[Effect]:
+        effects: list[Effect] = []
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return effects
+            if command is not None:
+                effects += self._obey(command)
+
+    def _wait(self, now: float) -> None:
+        """Sleep until a command comes or a deadline passes."""
+        deadline = self._batcher.next_deadline()
+        timeout = _IDLE_WAIT_S if deadline is None else min(_IDLE_WAIT_S, max(0.0, deadline - now))
+        try:
+            command = self._commands.get(timeout=timeout)
+        except queue.Empty:
+            return
+        if command is not None:
+            self._post(self._obey(command))
+
+    def _obey(self, command: _Submit | _Cancel) -> list[Effect]:
+        now = time.monotonic()
+        if isinstance(command, _Cancel):
+            return self._batcher.cancel(command.request_id, command.reason, now)
+        try:
+            return self._batcher.submit(command.request, now)
+        except SwarmError as error:
+            return [FailedEffect(command.request.id, error)]
+
+    def _decode(self, step: Step) -> list[Effect]:
+        vocabulary, started = self._model.vocabulary, time.monotonic()
+        try:
+            for sequence in step.clear:
+                self._model.clear(sequence)
+            self._executor.begin_step(step.requests)
+            logits = self._model.decode(step.tokens, step.positions, step.sequences, step.wants_logits)
+        except SwarmError as error:
+            return self._failed(step, error)
+        except Exception:
+            _log.exception("engine.step_failed", requests=step.requests)
+            return self._failed(step, Internal("the leader could not decode; its log has the details"))
+        now = time.monotonic()
+        self._steps += 1
+        self._decode_s += now - started
+        return self._batcher.step_done(step, logits, vocabulary.piece, vocabulary.is_end, now)
+
+    def _failed(self, step: Step, error: SwarmError) -> list[Effect]:
+        _log.warning("engine.step_aborted", requests=step.requests, error=error.to_json())
+        return self._batcher.step_failed(step, error, False, time.monotonic())
+
+    def _fail_everything(self, error: SwarmError) -> list[Effect]:
+        return [FailedEffect(request_id, error) for request_id in list(self._sinks)]
+
+    def _post(self, effects: list[Effect]) -> None:
+        if effects or self._step_ends:
+            self._token.run_sync_soon(self._deliver, effects)

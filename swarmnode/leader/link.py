@@ -1,0 +1,231 @@
+"""One worker's experts stream, as the leader sees it: numbered dispatches out, checked answers back.
+
+The link lives as long as its stream. Whatever ends it (the peer left, fell silent, or broke the protocol) fails every
+dispatch that is open with the same typed error, at once; nobody waits for a deadline to learn of a dead peer.
+Frames may be handed over from any thread through `post`; answers come back through a callback of each dispatch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+import trio
+
+from backends.experts import F32, I32
+from capabilities.errors import ExpertsUnavailable, PeerMistake, SwarmError
+from scheduler.dispatch import RowRate
+from swarmnode import limits
+from swarmnode.expert_messages import (
+    PROTOCOL,
+    Activations,
+    Expected,
+    Failure,
+    Reply,
+    check_answer,
+    decode_answer,
+    encode_dispatch,
+)
+from swarmnode.net.interface import Network, NetworkError, PeerId, Stream
+from swarmnode.wire import read_frame
+
+_log = structlog.get_logger(__name__)
+
+OUTBOX_MAX: Final = 256  # frames that wait for the stream: a few layers of a few requests, far below this
+
+Answer = F32 | SwarmError
+OnAnswer = Callable[[Answer], None]
+
+
+@dataclass
+class LinkStatistics:
+    """Counters of one link. Bytes are those of frames, before encryption."""
+
+    dispatches: int = 0
+    rows: int = 0
+    tokens: int = 0
+    bytes_out: int = 0
+    bytes_back: int = 0
+    compute_us: int = 0
+    round_trip_us: int = 0
+    failures: int = 0
+
+
+@dataclass(slots=True)
+class _Open:
+    layer: int
+    experts: tuple[int, ...]
+    rows: int
+    sent: float
+    on_answer: OnAnswer
+
+
+class PeerLink:
+    """Dispatches to one peer. Created and run on the event loop; `post` may be called from any thread."""
+
+    def __init__(self, peer: PeerId, name: str) -> None:
+        self.peer = peer
+        self.name = name
+        self.statistics = LinkStatistics()
+        self.rate = RowRate()
+        self.closed: SwarmError | None = None
+        self._expected: dict[int, Expected] = {}
+        self._open: dict[int, _Open] = {}
+        self._sequence = 0
+        self._outbox, self._to_send = trio.open_memory_channel[bytes](OUTBOX_MAX)
+        self._up = trio.Event()
+
+    async def run(self, network: Network) -> None:
+        """Open the stream and serve it until it ends; then `closed` says why. Never raises but for cancellation."""
+        try:
+            with trio.fail_after(limits.OPEN_STREAM_SECONDS_MAX):
+                stream = await network.open_stream(self.peer, PROTOCOL)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._write, stream)
+                self._up.set()
+                await self._read(stream)
+        except* NetworkError as errors:
+            self.fail("disconnected", str(errors.exceptions[0]) or "the connection broke")
+        except* trio.TooSlowError:
+            self.fail("timeout", "it takes no data")
+        except* PeerMistake as errors:
+            _log.warning("link.peer_mistake", peer=self.peer, error=str(errors.exceptions[0]))
+            self.fail("bad_reply", str(errors.exceptions[0]))
+        finally:
+            self.fail("disconnected", "the link was closed")
+
+    async def wait_up(self) -> bool:
+        """Wait until the stream is open; False if it never will be."""
+        await self._up.wait()
+        return self.closed is None
+
+    # -- dispatches ---------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        *,
+        term: int,
+        epoch: int,
+        layer: int,
+        x: Activations,
+        tokens: I32,
+        experts: I32,
+        n_out: int,
+        ask_f32: bool,
+        on_answer: OnAnswer,
+    ) -> int:
+        """Send one dispatch; `on_answer` gets its rows [R, n_out] or an error, once. Event loop only. Returns its number."""
+        if self.closed is not None:
+            on_answer(self._unavailable(layer, tuple(sorted(set(experts.tolist())))))
+            return -1
+        self._sequence += 1
+        sequence, rows = self._sequence, len(experts)
+        frame = encode_dispatch(
+            term=term,
+            epoch=epoch,
+            sequence=sequence,
+            layer=layer,
+            x=x,
+            tokens=tokens,
+            experts=experts,
+            f32_accumulation=ask_f32,
+        )
+        self._expected[sequence] = Expected(rows, n_out)
+        named = tuple(sorted(set(experts.tolist())))
+        self._open[sequence] = _Open(layer, named, rows, time.perf_counter(), on_answer)
+        s = self.statistics
+        s.dispatches, s.rows, s.tokens, s.bytes_out = s.dispatches + 1, s.rows + rows, s.tokens + len(x), s.bytes_out + len(frame)
+        self.send_frame(frame)
+        return sequence
+
+    def send_frame(self, frame: bytes) -> None:
+        try:
+            self._outbox.send_nowait(frame)
+        except trio.WouldBlock:
+            self.fail("timeout", f"{OUTBOX_MAX} frames wait for it")
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            self.fail("disconnected", "the link was closed")
+
+    def fail(self, cause: str, reason: str) -> None:
+        """Close the link: open dispatches fail now, later ones at once. The first reason stays."""
+        if self.closed is None:
+            self.closed = ExpertsUnavailable(f"peer {self.name} is gone: {reason}", peer=str(self.peer), cause=cause)
+            self._reason = reason
+            self._cause = cause
+        self._up.set()
+        self._outbox.close()
+        self._to_send.close()
+        opened, self._open = self._open, {}
+        for dispatch in opened.values():
+            self.statistics.failures += 1
+            dispatch.on_answer(self._unavailable(dispatch.layer, dispatch.experts))
+
+    def _unavailable(self, layer: int, experts: tuple[int, ...]) -> ExpertsUnavailable:
+        numbers = ", ".join(map(str, experts))
+        return ExpertsUnavailable(
+            f"experts {numbers} of layer {layer} are unavailable: peer {self.name} {_SAY.get(self._cause, 'failed')}"
+            f" ({self._reason})",
+            layer=layer,
+            experts=list(experts),
+            peer=str(self.peer),
+            cause=self._cause,
+        )
+
+    # -- tasks --------------------------------------------------------------------------------------------------
+
+    async def _write(self, stream: Stream) -> None:
+        try:
+            while True:
+                frame = await self._to_send.receive()
+                with trio.fail_after(limits.SEND_SECONDS_MAX):
+                    await stream.send(frame)
+        except (trio.EndOfChannel, trio.ClosedResourceError):
+            await stream.reset()
+
+    async def _read(self, stream: Stream) -> None:
+        def check(header: object, payload_bytes: int) -> None:
+            check_answer(header, payload_bytes, self._expected)
+
+        while True:
+            frame = await read_frame(stream, limits.EXPERTS_REPLY, check)
+            self._take(decode_answer(frame, self._expected), len(frame.payload))
+
+    def _take(self, answer: Reply | Failure, payload_bytes: int) -> None:
+        self._expected.pop(answer.sequence)
+        dispatch = self._open.pop(answer.sequence, None)
+        s = self.statistics
+        s.bytes_back += payload_bytes + 32
+        if dispatch is None:  # nobody waits for it any more
+            return
+        if isinstance(answer, Reply):
+            elapsed = time.perf_counter() - dispatch.sent
+            s.round_trip_us += int(elapsed * 1e6)
+            s.compute_us += answer.compute_us
+            self.rate.observe(dispatch.rows, elapsed)
+            dispatch.on_answer(answer.y)
+            return
+        s.failures += 1
+        dispatch.on_answer(
+            ExpertsUnavailable(
+                f"peer {self.name} refused layer {dispatch.layer}: {answer.error.message}",
+                layer=dispatch.layer,
+                experts=list(dispatch.experts),
+                peer=str(self.peer),
+                cause="refused",
+            )
+        )
+
+    def give_up(self, sequence: int) -> None:
+        """Forget who waits for a dispatch; its answer, if it still comes, is dropped."""
+        self._open.pop(sequence, None)
+
+
+_SAY: Final = {
+    "timeout": "did not answer in time",
+    "suspended": "fell silent",
+    "disconnected": "disconnected",
+    "bad_reply": "broke the protocol",
+}

@@ -1,0 +1,236 @@
+"""The experts of a swarm as llama.cpp's graph sees them: dispatch one layer to its holders, collect their rows.
+
+`RemoteExperts` is called from the decode thread, which blocks in `collect`; frames leave and answers arrive on the event
+loop. A dispatch hands all its frames over in one step and goes on; each answer is put into a queue that the decode
+thread reads. Rows go to their slots by the plan, so the result never depends on who answers first.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import trio
+
+from backends.activations import quantize_q8_0
+from backends.experts import F32, I32
+from backends.manifest import LayerExperts
+from capabilities.errors import ExpertsUnavailable, NotReady, PeerMistake, SwarmError
+from scheduler.dispatch import LayerRouting, PeerRows, Plan, check_reply, deadline_s, gather, plan
+from swarmnode.expert_messages import Activations, dispatch_rows_max, dispatch_tokens_max, encode_notice
+from swarmnode.leader.link import Answer, PeerLink
+
+BEGUN_REQUESTS_MAX: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """One epoch as the decode thread uses it; replaced whole, never changed. `q8_0` names layers by which peer."""
+
+    term: int
+    epoch: int
+    layers: Mapping[int, LayerRouting]
+    links: Mapping[str, PeerLink]
+    quantized: Mapping[str, frozenset[int]]
+    ask_f32: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class _Part:
+    """One frame's worth of a dispatch: tokens from `start` on, and what each peer owes for them."""
+
+    start: int
+    plan: Plan
+    replies: dict[str, F32] = field(default_factory=dict)
+    sequences: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Exchange:
+    number: int
+    layer: LayerExperts
+    ids_shape: tuple[int, int]
+    parts: list[_Part]
+    deadline: float
+    open: int
+
+
+@dataclass
+class LayerTiming:
+    """Time that the decode thread waited, for the bench and the metrics."""
+
+    layers: int = 0
+    wait_s: float = 0.0
+    decode_layers: int = 0
+    decode_wait_s: float = 0.0
+
+
+class RemoteExperts:
+    """The StepExecutor of a leader. `set_routing` and `end_request` on the event loop, the rest on the decode thread."""
+
+    def __init__(self, layers: Sequence[LayerExperts], token: trio.lowlevel.TrioToken) -> None:
+        self._specs = {spec.layer: spec for spec in layers}
+        self._token = token
+        self._routing: Routing | None = None
+        self._answers: queue.SimpleQueue[tuple[int, int, str, Answer]] = queue.SimpleQueue()
+        self._number = 0
+        self._open: dict[int, _Exchange] = {}
+        self._begun: set[str] = set()
+        self.timing = LayerTiming()
+
+    # -- event loop ---------------------------------------------------------------------------------------------
+
+    def set_routing(self, routing: Routing | None) -> None:
+        """The epoch that dispatches use from the next layer on."""
+        self._routing = routing
+
+    def end_request(self, request_id: str) -> None:
+        """Tell the workers that a request has ended, for their logs."""
+        if request_id in self._begun:
+            self._begun.discard(request_id)
+            self._notify(request_id, begins=False)
+
+    def _notify(self, request_id: str, *, begins: bool) -> None:
+        routing = self._routing
+        if routing is None:
+            return
+        notice = encode_notice(routing.term, request_id, begins=begins)
+        for link in routing.links.values():
+            if link.closed is None:
+                link.send_frame(notice)
+
+    def _send(self, routing: Routing, exchange: _Exchange, frames: list[tuple[int, PeerRows, Activations]]) -> None:
+        layer = exchange.layer
+        for index, part, x in frames:
+
+            def on_answer(answer: Answer, index: int = index, peer: str = part.peer) -> None:
+                self._answers.put((exchange.number, index, peer, answer))
+
+            exchange.parts[index].sequences[part.peer] = routing.links[part.peer].send(
+                term=routing.term,
+                epoch=routing.epoch,
+                layer=layer.layer,
+                x=x,
+                tokens=part.tokens,
+                experts=part.experts,
+                n_out=layer.n_out,
+                ask_f32=layer.layer in routing.ask_f32,
+                on_answer=on_answer,
+            )
+
+    # -- decode thread ------------------------------------------------------------------------------------------
+
+    def begin_step(self, requests: Sequence[str]) -> None:
+        """Tell the workers of requests that they have not heard of, and drop what an aborted step left open."""
+        self._open.clear()
+        for request_id in requests:
+            if request_id not in self._begun and len(self._begun) < BEGUN_REQUESTS_MAX:
+                self._begun.add(request_id)
+                self._token.run_sync_soon(lambda r=request_id: self._notify(r, begins=True))
+
+    def dispatch(self, layer: int, x: F32, ids: I32) -> None:
+        """Send activations x [T, n_in] to the holders of the chosen experts ids [T, K].
+
+        Raises:
+            NotReady: no epoch has begun.
+            ExpertsUnavailable: a chosen expert has no holder that can be reached.
+        """
+        routing, spec = self._routing, self._specs[layer]
+        if routing is None:
+            raise NotReady("the swarm has no placement that covers every expert", layer=layer)
+        n_tokens, n_used = ids.shape
+        step = max(1, min(n_tokens, dispatch_rows_max(spec.n_out) // n_used, dispatch_tokens_max(spec.n_in)))
+        parts, frames = [], []
+        quantized: Activations | None = None
+        for start in range(0, n_tokens, step):
+            part = _Part(start, plan(ids[start : start + step], routing.layers[layer]))
+            for rows in part.plan.parts:
+                if layer in routing.quantized.get(rows.peer, ()):
+                    quantized = quantize_q8_0(x) if quantized is None else quantized
+                    source: Any = quantized
+                else:
+                    source = x
+                chosen = source if len(rows.rows) == n_tokens else source[start + rows.rows]
+                frames.append((len(parts), rows, chosen))
+            parts.append(part)
+        self._number += 1
+        exchange = _Exchange(
+            self._number, spec, (n_tokens, n_used), parts, self._deadline(routing, spec, frames), len(frames)
+        )
+        self._open[layer] = exchange
+        self._token.run_sync_soon(self._send, routing, exchange, frames)
+
+    def _deadline(self, routing: Routing, spec: LayerExperts, frames: list[tuple[int, PeerRows, Activations]]) -> float:
+        """The latest instant at which every peer, at its measured rate, should have answered all its frames."""
+        rows: dict[str, int] = {}
+        sizes: dict[str, int] = {}
+        for _, part, x in frames:
+            rows[part.peer] = rows.get(part.peer, 0) + len(part.experts)
+            sizes[part.peer] = sizes.get(part.peer, 0) + x.nbytes + 4 * spec.n_out * len(part.experts)
+        waits = [deadline_s(n, sizes[peer], routing.links[peer].rate.rows_per_s) for peer, n in rows.items()]
+        return time.monotonic() + max(waits, default=0.0)
+
+    def collect(self, layer: int) -> F32:
+        """The outputs [T, K, n_out] of the last dispatch of this layer.
+
+        Raises:
+            ExpertsUnavailable: a holder failed, refused, or did not answer in time; it names layer, experts and peer.
+            PeerMistake: a holder answered values that are not finite.
+        """
+        exchange, started = self._open.pop(layer), time.perf_counter()
+        while exchange.open:
+            self._take_one(exchange)
+        waited = time.perf_counter() - started
+        n_tokens, n_used = exchange.ids_shape
+        out = np.empty((n_tokens, n_used, exchange.layer.n_out), np.float32)
+        for part in exchange.parts:
+            gather(part.plan, part.replies, out[part.start : part.start + part.plan.n_tokens])
+        timing = self.timing
+        timing.layers, timing.wait_s = timing.layers + 1, timing.wait_s + waited
+        if n_tokens == 1:
+            timing.decode_layers, timing.decode_wait_s = timing.decode_layers + 1, timing.decode_wait_s + waited
+        return out
+
+    def _take_one(self, exchange: _Exchange) -> None:
+        left = exchange.deadline - time.monotonic()
+        try:
+            number, index, peer, answer = self._answers.get(timeout=max(left, 0.0) + 1e-3)
+        except queue.Empty:
+            raise self._late(exchange) from None
+        if number != exchange.number:  # an answer to a step that was aborted
+            return
+        if isinstance(answer, SwarmError):
+            raise answer
+        part = exchange.parts[index]
+        rows = next(p for p in part.plan.parts if p.peer == peer)
+        try:
+            check_reply(answer, rows, exchange.layer.layer, exchange.layer.n_out)
+        except PeerMistake as mistake:
+            raise ExpertsUnavailable(
+                mistake.message,
+                layer=exchange.layer.layer,
+                experts=sorted(set(rows.experts.tolist())),
+                peer=peer,
+                cause="bad_reply",
+            ) from None
+        part.replies[peer] = answer
+        exchange.open -= 1
+
+    def _late(self, exchange: _Exchange) -> ExpertsUnavailable:
+        for part in exchange.parts:
+            for rows in part.plan.parts:
+                if rows.peer not in part.replies:
+                    experts = sorted(set(rows.experts.tolist()))
+                    return ExpertsUnavailable(
+                        f"experts {', '.join(map(str, experts))} of layer {exchange.layer.layer} are unavailable: peer"
+                        f" {rows.peer} did not answer in time",
+                        layer=exchange.layer.layer,
+                        experts=experts,
+                        peer=rows.peer,
+                        cause="timeout",
+                    )
+        raise AssertionError("every part was answered")
