@@ -24,7 +24,9 @@ __all__ = ["bound", "configure"]
 
 Event = MutableMapping[str, Any]
 OUR_PACKAGES = ("swarmnode", "backends", "scheduler", "capabilities")
-SECRET_KEYS = frozenset("prompt text token tokens messages system answer content generated stop".split())
+SECRET_KEYS = frozenset(
+    ("prompt", "text", "token", "tokens", "messages", "system", "answer", "content", "generated", "stop")
+)
 VALUE_CHARS_MAX = 500  # of one value; the longest legitimate ones are addresses and error messages
 EXCEPTION_CHARS_MAX = 20_000
 # C0 and C1 controls, and the characters that turn the direction of text: visible as escapes instead.
