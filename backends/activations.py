@@ -1,14 +1,14 @@
 """Activations in the kernel's own type.
 
-ggml's CPU kernels round activations to Q8_0 (blocks of 32 values: an F16 scale and 32 signed bytes) before they multiply
-by Q4_0, Q8_0 and their relatives. If the leader rounds once and sends that, rounding again on the worker changes nothing:
-the same bits with 3.76 times fewer bytes, and one decision less in the workers' hands. For other weight types the
-kernels round to other blocks, for which this is not exact: `q8_0_is_exact` says no.
+ggml's CPU kernels round activations to Q8_0 (blocks of 32 values: an F16 scale and 32 signed bytes) before they
+multiply by Q4_0, Q8_0 and their relatives. If the leader rounds once and sends that, rounding again on the worker
+changes nothing: the same bits with 3.76 times fewer bytes, and one decision less in the workers' hands. For other
+weight types the kernels round to other blocks, for which this is not exact: `q8_0_is_exact` says no.
 """
 
 from __future__ import annotations
 
-import ctypes as C
+import ctypes as ct
 from functools import cache
 from typing import Any, Final
 
@@ -25,14 +25,14 @@ BLOCK_BYTES: Final = 34
 _Block = np.dtype([("scale", "<f2"), ("values", "i1", (BLOCK,))])
 
 
-class _CpuTraits(C.Structure):
+class _CpuTraits(ct.Structure):
     """`struct ggml_type_traits_cpu`."""
 
     _fields_ = (
-        ("from_float", C.c_void_p),
-        ("vec_dot", C.c_void_p),
-        ("vec_dot_type", C.c_int),
-        ("nrows", C.c_int64),
+        ("from_float", ct.c_void_p),
+        ("vec_dot", ct.c_void_p),
+        ("vec_dot_type", ct.c_int),
+        ("nrows", ct.c_int64),
     )
 
 
@@ -41,7 +41,7 @@ def _traits(ggml_type: int) -> _CpuTraits | None:
     handle = cpu_library()
     if handle is None:
         return None
-    get: Any = C.CFUNCTYPE(C.POINTER(_CpuTraits), C.c_int)(("ggml_get_type_traits_cpu", handle))
+    get: Any = ct.CFUNCTYPE(ct.POINTER(_CpuTraits), ct.c_int)(("ggml_get_type_traits_cpu", handle))
     traits: _CpuTraits = get(ggml_type).contents
     return traits
 
@@ -64,7 +64,7 @@ def _quantizer() -> Any:
     traits = _traits(TYPE_Q8_0)
     if traits is None:
         raise RuntimeError("no CPU kernels to quantise with; q8_0_is_exact says so")
-    return C.CFUNCTYPE(None, C.c_void_p, C.c_void_p, C.c_int64)(traits.from_float)
+    return ct.CFUNCTYPE(None, ct.c_void_p, ct.c_void_p, ct.c_int64)(traits.from_float)
 
 
 def quantize_q8_0(x: NDArray[np.float32]) -> NDArray[np.uint8]:

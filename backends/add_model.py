@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from backends.child import Report, run_child
-from backends.expert_source import CapturedLayer, build_layers
+from backends.expert_source import build_layers
 from backends.gguf_file import GGUFFile
 from backends.learn import LearnedModel, make_trunk
-from backends.manifest import FileHash, Manifest
+from backends.manifest import CapturedLayer, FileHash, Manifest
 from backends.moe_hook import LearnedLayer
 from capabilities.errors import UnsupportedModel
 

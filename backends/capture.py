@@ -7,6 +7,7 @@ other is refused by name, so that a new kind of block is an error message and ne
 
 from __future__ import annotations
 
+import ctypes as ct
 import re
 from dataclasses import dataclass, field
 from typing import Final
@@ -35,7 +36,7 @@ def expert_product(lib: Library, tensor: Tensor) -> int:
     return split_name(name)[0] if is_expert_tensor(name) else -1
 
 
-class NotThisBlock(Exception):
+class OtherBlockError(Exception):
     """The node's sources do not lead to the layer's routed experts: another block with the same names."""
 
 
@@ -66,7 +67,7 @@ class _Walk:
         name = tensor_at(address).name.decode(errors="replace")
         layer, short = split_name(name)
         if layer != self.layer or not is_expert_tensor(name):
-            raise NotThisBlock(name)
+            raise OtherBlockError(name)
         return short
 
     def need_ids(self, address: int) -> None:
@@ -103,9 +104,9 @@ class _Walk:
             case "SQR":
                 return self.add(Node("sqr", (self.visit(t.src[0]),)))
             case "NONE":
-                raise NotThisBlock(t.name.decode(errors="replace"))
+                raise OtherBlockError(t.name.decode(errors="replace"))
             case _:
-                raise UnsupportedModel(f"the expert block of layer {self.layer} uses the operator {op}, which is not replayed")
+                raise UnsupportedModel(f"the expert block of layer {self.layer} uses {op}, which is not replayed")
 
     def _function(self, t: Tensor) -> str:
         return str(self.lib.ggml_op_desc(_address(t)).decode())
@@ -133,9 +134,7 @@ class _Walk:
 
 
 def _address(t: Tensor) -> int:
-    import ctypes
-
-    return ctypes.addressof(t)
+    return ct.addressof(t)
 
 
 def _floats(t: Tensor) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
@@ -147,7 +146,7 @@ def capture_program(lib: Library, layer: int, collect: int, x: int, ids: int) ->
 
     Raises:
         UnsupportedModel: an operator or a structure that is not replayed, named.
-        NotThisBlock: `collect` belongs to another block of the layer.
+        OtherBlockError: `collect` belongs to another block of the layer.
     """
     walk = _Walk(lib, layer, x, ids)
     walk.visit(collect)

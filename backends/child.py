@@ -74,5 +74,6 @@ def verdict_of_death(status: int, file: str) -> SwarmError:
         name = signal.Signals(-status).name if -status in signal.valid_signals() else str(-status)
         if name == "SIGKILL":
             return Internal(f"reading {os.path.basename(file)} was ended by the system, probably for want of memory")
-        return BadModelFile(f"llama.cpp crashed on {os.path.basename(file)} ({name}): the file is damaged or unsupported")
+        what = f"llama.cpp crashed on {os.path.basename(file)} ({name})"
+        return BadModelFile(f"{what}: the file is damaged or unsupported")
     return Internal(f"reading {os.path.basename(file)} ended with status {status}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes as C
+import ctypes as ct
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,16 +15,16 @@ _THREADS_MAX: Final = 512  # GGML_MAX_N_THREADS
 _POLL: Final = 0
 
 
-class _ThreadpoolParams(C.Structure):
+class _ThreadpoolParams(ct.Structure):
     """`struct ggml_threadpool_params`."""
 
     _fields_ = (
-        ("cpumask", C.c_bool * _THREADS_MAX),
-        ("n_threads", C.c_int),
-        ("prio", C.c_int),
-        ("poll", C.c_uint32),
-        ("strict_cpu", C.c_bool),
-        ("paused", C.c_bool),
+        ("cpumask", ct.c_bool * _THREADS_MAX),
+        ("n_threads", ct.c_int),
+        ("prio", ct.c_int),
+        ("poll", ct.c_uint32),
+        ("strict_cpu", ct.c_bool),
+        ("paused", ct.c_bool),
     )
 
 
@@ -46,8 +46,8 @@ def list_devices() -> tuple[DeviceInfo, ...]:
 
 
 def _info(lib: Library, handle: int) -> DeviceInfo:
-    free, total = C.c_size_t(), C.c_size_t()
-    lib.ggml_backend_dev_memory(handle, C.byref(free), C.byref(total))
+    free, total = ct.c_size_t(), ct.c_size_t()
+    lib.ggml_backend_dev_memory(handle, ct.byref(free), ct.byref(total))
     return DeviceInfo(
         name=lib.ggml_backend_dev_name(handle).decode(),
         description=lib.ggml_backend_dev_description(handle).decode(),
@@ -95,19 +95,19 @@ class Device:
 
     def _set_threads(self, threads: int) -> None:
         if address := self._procedure("ggml_backend_set_n_threads"):
-            C.CFUNCTYPE(None, C.c_void_p, C.c_int)(address)(self.backend, threads)
+            ct.CFUNCTYPE(None, ct.c_void_p, ct.c_int)(address)(self.backend, threads)
         new, attach = self._procedure("ggml_threadpool_new"), self._procedure("ggml_backend_cpu_set_threadpool")
         if threads > 1 and new and attach:  # without one, each graph would create and end its threads
             params = _ThreadpoolParams(n_threads=threads, poll=_POLL)
-            pool = C.CFUNCTYPE(C.c_void_p, C.POINTER(_ThreadpoolParams))(new)(C.byref(params))
-            C.CFUNCTYPE(None, C.c_void_p, C.c_void_p)(attach)(self.backend, pool)
+            pool = ct.CFUNCTYPE(ct.c_void_p, ct.POINTER(_ThreadpoolParams))(new)(ct.byref(params))
+            ct.CFUNCTYPE(None, ct.c_void_p, ct.c_void_p)(attach)(self.backend, pool)
 
     def _extra_buffer_types(self) -> tuple[int, ...]:
         """Buffer types that llama.cpp tries before the ordinary one, such as the CPU's repacked layout."""
         address = self._procedure("ggml_backend_dev_get_extra_bufts")
         if not address:
             return ()
-        types = C.CFUNCTYPE(C.POINTER(C.c_void_p), C.c_void_p)(address)(self.handle)
+        types = ct.CFUNCTYPE(ct.POINTER(ct.c_void_p), ct.c_void_p)(address)(self.handle)
         found: list[int] = []
         while types and types[len(found)]:
             found.append(int(types[len(found)]))

@@ -8,7 +8,7 @@ sorted by expert so that each expert's weights are read once a slice.
 
 from __future__ import annotations
 
-import ctypes as C
+import ctypes as ct
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,9 +47,7 @@ class ExpertBackend(Protocol):
 
     name: str
 
-    def load_layer(
-        self, layer: LayerExperts, program: ExpertProgram, experts: Sequence[int], read: ReadSlice
-    ) -> None:
+    def load_layer(self, layer: LayerExperts, program: ExpertProgram, experts: Sequence[int], read: ReadSlice) -> None:
         """Take the weights of `experts` of one layer; `read` is called once for each (expert, tensor)."""
 
     def unload_layer(self, layer: int) -> None: ...
@@ -105,9 +103,7 @@ class GgmlExperts:
 
     # -- weights ------------------------------------------------------------------------------------------------
 
-    def load_layer(
-        self, layer: LayerExperts, program: ExpertProgram, experts: Sequence[int], read: ReadSlice
-    ) -> None:
+    def load_layer(self, layer: LayerExperts, program: ExpertProgram, experts: Sequence[int], read: ReadSlice) -> None:
         if not experts:
             raise ValueError("a layer without experts is not loaded")
         shapes = {t.name: t.shape for t in layer.tensors}
@@ -255,8 +251,8 @@ class GgmlExperts:
     def _run(self, graph: _Graph, x: F32, ids: I32, n_out: int) -> F32:
         lib = self._lib
         if graph.host:
-            C.memmove(graph.x_data, x.ctypes.data, x.nbytes)
-            C.memmove(graph.ids_data, ids.ctypes.data, ids.nbytes)
+            ct.memmove(graph.x_data, x.ctypes.data, x.nbytes)
+            ct.memmove(graph.ids_data, ids.ctypes.data, ids.nbytes)
         else:
             write_tensor(lib, graph.x, x)
             write_tensor(lib, graph.ids, ids)
@@ -264,7 +260,7 @@ class GgmlExperts:
             raise Internal(f"{self.name} failed to compute experts")
         out = np.empty((len(ids), n_out), np.float32)
         if graph.host:
-            C.memmove(out.ctypes.data, graph.out_data, out.nbytes)
+            ct.memmove(out.ctypes.data, graph.out_data, out.nbytes)
         else:
             lib.ggml_backend_tensor_get(graph.out, out.ctypes.data, 0, out.nbytes)
         return out
@@ -313,10 +309,7 @@ def _half(lib: Library, c: int, n: Node, v: list[int], w: int, ids: int) -> Any:
 def _glu(lib: Library, c: int, n: Node, v: list[int], w: int, ids: int) -> Any:
     function = lib.glu_ops[n.name]
     swapped, alpha, limit = n.params
-    if len(v) == 1:
-        out = lib.ggml_glu(c, v[0], function, bool(swapped))
-    else:
-        out = lib.ggml_glu_split(c, v[0], v[1], function)
+    out = lib.ggml_glu(c, v[0], function, bool(swapped)) if len(v) == 1 else lib.ggml_glu_split(c, *v, function)
     # ggml's builders for the clamped forms store these two floats; writing them here serves every form alike.
     tensor_at(out).op_params[2:4] = np.array([alpha, limit], np.float32).view(np.int32).tolist()
     return out

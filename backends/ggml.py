@@ -7,7 +7,7 @@ a crash. Buffers are reached only through ggml's backend interface: what works h
 
 from __future__ import annotations
 
-import ctypes as C
+import ctypes as ct
 import os
 from functools import cache
 from pathlib import Path
@@ -35,41 +35,41 @@ STATUS_SUCCESS: Final = 0
 DEVICE_CPU: Final = 0
 
 
-class Tensor(C.Structure):
+class Tensor(ct.Structure):
     """`struct ggml_tensor` of ggml 0.25."""
 
 
 Tensor._fields_ = [
-    ("type", C.c_int),
-    ("buffer", C.c_void_p),
-    ("ne", C.c_int64 * 4),
-    ("nb", C.c_size_t * 4),
-    ("op", C.c_int),
-    ("op_params", C.c_int32 * N_OP_PARAMS),
-    ("flags", C.c_int32),
-    ("src", C.c_void_p * MAX_SRC),
-    ("view_src", C.c_void_p),
-    ("view_offs", C.c_size_t),
-    ("data", C.c_void_p),
-    ("name", C.c_char * MAX_NAME),
-    ("extra", C.c_void_p),
-    ("padding", C.c_char * 8),
+    ("type", ct.c_int),
+    ("buffer", ct.c_void_p),
+    ("ne", ct.c_int64 * 4),
+    ("nb", ct.c_size_t * 4),
+    ("op", ct.c_int),
+    ("op_params", ct.c_int32 * N_OP_PARAMS),
+    ("flags", ct.c_int32),
+    ("src", ct.c_void_p * MAX_SRC),
+    ("view_src", ct.c_void_p),
+    ("view_offs", ct.c_size_t),
+    ("data", ct.c_void_p),
+    ("name", ct.c_char * MAX_NAME),
+    ("extra", ct.c_void_p),
+    ("padding", ct.c_char * 8),
 ]
 
 
-class InitParams(C.Structure):
+class InitParams(ct.Structure):
     """`struct ggml_init_params`."""
 
-    _fields_ = (("mem_size", C.c_size_t), ("mem_buffer", C.c_void_p), ("no_alloc", C.c_bool))
+    _fields_ = (("mem_size", ct.c_size_t), ("mem_buffer", ct.c_void_p), ("no_alloc", ct.c_bool))
 
 
-_P, _I, _I64, _SIZE, _F, _STR = C.c_void_p, C.c_int, C.c_int64, C.c_size_t, C.c_float, C.c_char_p
+_P, _I, _I64, _SIZE, _F, _STR = ct.c_void_p, ct.c_int, ct.c_int64, ct.c_size_t, ct.c_float, ct.c_char_p
 
 # Pointers are plain addresses (c_void_p): ctypes pointer objects cost more than the calls themselves.
 _PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "ggml_version": (_STR, ()),
     "ggml_tensor_overhead": (_SIZE, ()),
-    "ggml_graph_overhead_custom": (_SIZE, (_SIZE, C.c_bool)),
+    "ggml_graph_overhead_custom": (_SIZE, (_SIZE, ct.c_bool)),
     "ggml_init": (_P, (InitParams,)),
     "ggml_free": (None, (_P,)),
     "ggml_type_size": (_SIZE, (_I,)),
@@ -92,8 +92,8 @@ _PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "ggml_get_rows": (_P, (_P, _P, _P)),
     "ggml_mul_mat": (_P, (_P, _P, _P)),
     "ggml_mul_mat_id": (_P, (_P, _P, _P, _P)),
-    "ggml_prec_set_acc": (C.c_bool, (_P, _I)),
-    "ggml_prec_set_src": (C.c_bool, (_P, _I, _I)),
+    "ggml_prec_set_acc": (ct.c_bool, (_P, _I)),
+    "ggml_prec_set_src": (ct.c_bool, (_P, _I, _I)),
     "ggml_add": (_P, (_P, _P, _P)),
     "ggml_add_id": (_P, (_P, _P, _P, _P)),
     "ggml_mul": (_P, (_P, _P, _P)),
@@ -101,28 +101,28 @@ _PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "ggml_clamp": (_P, (_P, _P, _F, _F)),
     "ggml_scale_bias": (_P, (_P, _P, _F, _F)),
     "ggml_unary": (_P, (_P, _P, _I)),
-    "ggml_glu": (_P, (_P, _P, _I, C.c_bool)),
+    "ggml_glu": (_P, (_P, _P, _I, ct.c_bool)),
     "ggml_glu_split": (_P, (_P, _P, _P, _I)),
-    "ggml_new_graph_custom": (_P, (_P, _SIZE, C.c_bool)),
+    "ggml_new_graph_custom": (_P, (_P, _SIZE, ct.c_bool)),
     "ggml_build_forward_expand": (None, (_P, _P)),
     "ggml_backend_alloc_ctx_tensors_from_buft": (_P, (_P, _P)),
     "ggml_backend_buffer_free": (None, (_P,)),
-    "ggml_backend_buffer_is_host": (C.c_bool, (_P,)),
+    "ggml_backend_buffer_is_host": (ct.c_bool, (_P,)),
     "ggml_backend_buffer_get_size": (_SIZE, (_P,)),
     "ggml_backend_buffer_set_usage": (None, (_P, _I)),
-    "ggml_backend_buft_is_host": (C.c_bool, (_P,)),
+    "ggml_backend_buft_is_host": (ct.c_bool, (_P,)),
     "ggml_backend_buft_name": (_STR, (_P,)),
     "ggml_backend_buft_alloc_buffer": (_P, (_P, _SIZE)),
     "ggml_backend_tensor_set": (None, (_P, _P, _SIZE, _SIZE)),
     "ggml_backend_tensor_get": (None, (_P, _P, _SIZE, _SIZE)),
     "ggml_backend_graph_compute": (_I, (_P, _P)),
     "ggml_backend_free": (None, (_P,)),
-    "ggml_backend_dev_supports_op": (C.c_bool, (_P, _P)),
+    "ggml_backend_dev_supports_op": (ct.c_bool, (_P, _P)),
     "ggml_backend_dev_buffer_type": (_P, (_P,)),
     "ggml_backend_dev_init": (_P, (_P, _STR)),
     "ggml_backend_dev_name": (_STR, (_P,)),
     "ggml_backend_dev_description": (_STR, (_P,)),
-    "ggml_backend_dev_memory": (None, (_P, C.POINTER(_SIZE), C.POINTER(_SIZE))),
+    "ggml_backend_dev_memory": (None, (_P, ct.POINTER(_SIZE), ct.POINTER(_SIZE))),
     "ggml_backend_dev_type": (_I, (_P,)),
     "ggml_backend_dev_backend_reg": (_P, (_P,)),
     "ggml_backend_reg_get_proc_address": (_P, (_P, _STR)),
@@ -164,7 +164,7 @@ class Library:
         for handle in self._handles:
             if hasattr(handle, name):
                 # A function object of our own: llama_cpp sets its own prototypes on the shared ones.
-                return C.CFUNCTYPE(result, *arguments)((name, handle))
+                return ct.CFUNCTYPE(result, *arguments)((name, handle))
         raise LibraryMismatch(f"the installed ggml has no function {name}")
 
     # ggml's name functions index static arrays without a bound, so the ends are found from names that must come last.
@@ -187,13 +187,13 @@ class Library:
             raise LibraryMismatch("the installed ggml has no backend, not even a CPU one")
 
 
-def _open_libraries(folder: Path) -> list[C.CDLL]:
+def _open_libraries(folder: Path) -> list[ct.CDLL]:
     handles = []
     for stem in ("libggml-base", "libggml"):
         found = [p for s in (".so.0", ".so", ".dylib", ".dll") if (p := folder / f"{stem}{s}").exists()]
         if not found:
             raise LibraryMismatch(f"{folder} has no {stem}: llama-cpp-python is not completely installed")
-        handles.append(C.CDLL(str(found[0])))
+        handles.append(ct.CDLL(str(found[0])))
     return handles
 
 
@@ -212,8 +212,8 @@ def _names(name_of: Any, count: int) -> dict[str, int]:
 def _check_layout(lib: Library) -> None:
     """Compare `Tensor` with what the library's own functions write. Any difference is a LibraryMismatch."""
     size = lib.ggml_tensor_overhead() - _OBJECT_SIZE
-    if size != C.sizeof(Tensor):
-        raise LibraryMismatch(f"ggml's tensor has {size} bytes here, {C.sizeof(Tensor)} were expected")
+    if size != ct.sizeof(Tensor):
+        raise LibraryMismatch(f"ggml's tensor has {size} bytes here, {ct.sizeof(Tensor)} were expected")
     ctx = lib.ggml_init(InitParams(1 << 20, None, True))
     if not ctx:
         raise LibraryMismatch("ggml_init failed")
@@ -256,10 +256,10 @@ def library() -> Library:
 
 
 @cache
-def cpu_library() -> C.CDLL | None:
+def cpu_library() -> ct.CDLL | None:
     """The CPU backend's own library where it is linked in, else None (a build with dynamic backends)."""
     found = [p for s in (".so.0", ".so", ".dylib") if (p := library().folder / f"libggml-cpu{s}").exists()]
-    return C.CDLL(str(found[0])) if found else None
+    return ct.CDLL(str(found[0])) if found else None
 
 
 def tensor_at(address: int) -> Tensor:
@@ -268,16 +268,16 @@ def tensor_at(address: int) -> Tensor:
 
 
 def read_tensor(lib: Library, address: int, dtype: type[np.generic]) -> NDArray[Any]:
-    """A copy of a tensor of 4-byte elements as [ne3, ne2, ne1, ne0], through the backend interface if not in host memory."""
+    """A copy of a tensor of 4-byte elements as [ne3, ne2, ne1, ne0], wherever its memory is."""
     t = tensor_at(address)
     ne, nb = list(t.ne), list(t.nb)
     if any(n == 0 for n in ne):
         return np.empty(ne[::-1], dtype)
     nbytes = sum(b * (n - 1) for n, b in zip(ne, nb, strict=True)) + nb[0]
     if lib.ggml_backend_buffer_is_host(t.buffer):
-        raw: Any = (C.c_char * nbytes).from_address(t.data)
+        raw: Any = (ct.c_char * nbytes).from_address(t.data)
     else:
-        raw = C.create_string_buffer(nbytes)
+        raw = ct.create_string_buffer(nbytes)
         lib.ggml_backend_tensor_get(address, raw, 0, nbytes)
     return np.ndarray(ne[::-1], dtype, raw, strides=nb[::-1]).copy()
 

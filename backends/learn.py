@@ -61,9 +61,7 @@ def learn(path: Path, holding: tuple[int, ...]) -> LearnedModel:
         )
 
 
-def make_trunk(
-    gguf: GGUFFile, target: Path, progress: Callable[[int, int], None] | None = None
-) -> LearnedModel:
+def make_trunk(gguf: GGUFFile, target: Path, progress: Callable[[int, int], None] | None = None) -> LearnedModel:
     """Write the trunk of a model to `target` in the first form that llama.cpp loads, and learn its MoE layers.
 
     Raises:
@@ -85,6 +83,6 @@ def make_trunk(
     target.unlink(missing_ok=True)
     reason = re.sub(r".*?: ", "", str(refusal), count=1)
     raise UnsupportedModel(
-        f"the architecture {gguf.architecture} ties another tensor to the experts' width, so llama.cpp loads no trunk of it"
-        f" ({reason})"
+        f"the architecture {gguf.architecture} ties another tensor to the experts' width, "
+        f"so llama.cpp loads no trunk of it ({reason})"
     )

@@ -7,7 +7,7 @@ docs/architecture.md). `fast` gives that up.
 
 from __future__ import annotations
 
-import ctypes as C
+import ctypes as ct
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -56,7 +56,7 @@ _last_errors: list[str] = []
 
 
 def _start_library() -> None:
-    lc.llama_log_set(_collect_log, C.c_void_p(0))
+    lc.llama_log_set(_collect_log, ct.c_void_p(0))
     lc.llama_backend_init()
 
 
@@ -184,11 +184,11 @@ class LlamaModel:
             raise Internal(f"llama.cpp could not decode a batch of {n} tokens: {detail}{_reason()}")
         wanted = np.flatnonzero(wants_logits)
         out = np.empty((len(wanted), self.vocabulary.n_vocab), np.float32)
-        for row, i in zip(out, wanted, strict=True):
-            source = lc.llama_get_logits_ith(self._context, int(i))
+        for row, index in zip(out, wanted, strict=True):
+            source = lc.llama_get_logits_ith(self._context, int(index))
             if not source:
                 raise Internal("llama.cpp returned no logits")
-            C.memmove(row.ctypes.data, source, row.nbytes)
+            ct.memmove(row.ctypes.data, source, row.nbytes)
         return out
 
     def clear(self, sequence: int) -> None:

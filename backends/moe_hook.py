@@ -12,7 +12,7 @@ is stopped, and `Trunk.decode` raises it.
 
 from __future__ import annotations
 
-import ctypes as C
+import ctypes as ct
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.capture import NotThisBlock, capture_program, expert_product
+from backends.capture import OtherBlockError, capture_program, expert_product
 from backends.ggml import Tensor, library, read_tensor, tensor_at, write_tensor
 from backends.program import ExpertProgram
 from capabilities.errors import UnsupportedModel
@@ -76,7 +76,7 @@ class Hook:
             if self.error is not None:
                 return ask  # stop each remaining split at its first node
             if ask:
-                return C.c_int.from_address(node + _OP_OFFSET).value in self._wanted_ops and self.wants(node)
+                return ct.c_int.from_address(node + _OP_OFFSET).value in self._wanted_ops and self.wants(node)
             self.computed(node)
         except BaseException as error:
             self.error = error
@@ -136,11 +136,9 @@ class LearningHook(Hook):
             return
         try:
             if x_shape[1] != 1:
-                raise UnsupportedModel(
-                    f"layer {layer} changes its experts' input by the router's weights, which needs them before the experts"
-                )
+                raise UnsupportedModel(f"layer {layer} applies the router's weights before its experts, not after them")
             program = capture_program(self._lib, layer, node, x, ids)
-        except NotThisBlock:
+        except OtherBlockError:
             return
         except UnsupportedModel as error:
             self.refused[layer] = error
@@ -163,8 +161,8 @@ class ServingHook(Hook):
     def __init__(self, layers: Iterable[LearnedLayer], executor: ExpertExecutor) -> None:
         super().__init__()
         self.executor = executor
-        self._layers = {l.layer: l for l in layers}
-        self._collect = {l.collect: l for l in self._layers.values()}
+        self._layers = {learned.layer: learned for learned in layers}
+        self._collect = {learned.collect: learned for learned in self._layers.values()}
         self._pending: dict[int, _Pending] = {}  # layers between their dispatch and their collect point
         self.dispatched: dict[int, int] = {}  # layer -> rows dispatched since the hook was made
 

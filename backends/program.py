@@ -37,9 +37,12 @@ OPERATORS: Final[dict[str, tuple[int, int, bool]]] = {
     "sqr": (1, 1, False),
 }
 UNARY: Final = frozenset(
-    "ABS SGN NEG STEP TANH ELU RELU SIGMOID GELU GELU_QUICK SILU HARDSWISH HARDSIGMOID EXP SOFTPLUS GELU_ERF".split()
-)
-GLU: Final = frozenset("REGLU GEGLU SWIGLU SWIGLU_OAI GEGLU_ERF GEGLU_QUICK SWIGLU_CLAMP".split())
+    (
+        "ABS", "SGN", "NEG", "STEP", "TANH", "ELU", "RELU", "SIGMOID", "GELU", "GELU_QUICK", "GELU_ERF", "SILU",
+        "HARDSWISH", "HARDSIGMOID", "EXP", "SOFTPLUS",
+    )
+)  # fmt: skip
+GLU: Final = frozenset(("REGLU", "GEGLU", "GEGLU_ERF", "GEGLU_QUICK", "SWIGLU", "SWIGLU_OAI", "SWIGLU_CLAMP"))
 _PARAM_COUNT: Final = {"mul_mat_id": 2, "half": 1, "glu": 3, "clamp": 2, "scale": 2}
 
 

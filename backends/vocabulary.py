@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes as C
+import ctypes as ct
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -44,10 +44,10 @@ class Vocabulary:
     def piece(self, token: int) -> bytes:
         """The bytes of one token, b"" for control tokens. Not necessarily whole characters."""
         if token not in self._pieces:
-            buffer = C.create_string_buffer(_PIECE_BYTES)
+            buffer = ct.create_string_buffer(_PIECE_BYTES)
             n = lc.llama_token_to_piece(self._vocab, token, buffer, _PIECE_BYTES, 0, False)
             if n < 0:
-                buffer = C.create_string_buffer(-n)
+                buffer = ct.create_string_buffer(-n)
                 n = lc.llama_token_to_piece(self._vocab, token, buffer, -n, 0, False)
             self._pieces[token] = buffer.raw[: max(n, 0)]
         return self._pieces[token]

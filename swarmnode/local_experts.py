@@ -70,5 +70,3 @@ def load_layer(
         return source.read(number, expert, layer.offsets[tensor], layer.tensors[tensor].nbytes)
 
     backend.load_layer(layer, program, experts, read)
-
-

@@ -1,9 +1,9 @@
 """`swarmctl model check FILE`: does the swarm compute this model as llama.cpp does?
 
-The model is split over N in-process workers, and its logits are compared with llama.cpp on the undivided file: a prefill
-in one batch, then token by token. It runs as a child process (backends/child.py) and answers before anyone joins a swarm
-with the model. Where bits differ, both runs are repeated with their layers recorded, and the first layer that differs is
-named.
+The model is split over N in-process workers, and its logits are compared with llama.cpp on the undivided file: a
+prefill in one batch, then token by token. It runs as a child process (backends/child.py) and answers before anyone
+joins a swarm with the model. Where bits differ, both runs are repeated with their layers recorded, and the first layer
+that differs is named.
 """
 
 from __future__ import annotations
@@ -144,9 +144,7 @@ def _compare(
         close()
 
 
-def _split(
-    gguf: GGUFFile, manifest: Manifest, workers: int, report: Report
-) -> tuple[LocalExperts, Callable[[], None]]:
+def _split(gguf: GGUFFile, manifest: Manifest, workers: int, report: Report) -> tuple[LocalExperts, Callable[[], None]]:
     names = [f"worker-{i}" for i in range(workers)]
     specs = [LayerSpec(layer.layer, layer.n_expert, layer.expert_bytes) for layer in manifest.layers]
     placement = even_split(specs, [WorkerSpec(name, 1 << 62) for name in names], term=1, epoch=1)
