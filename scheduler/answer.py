@@ -1,0 +1,115 @@
+"""One answer while it grows: what a row of logits means for it, and when it has ended.
+
+Its whole state is its tokens, prompt and answer so far, and how many of them the cache holds. Sampling, penalties and
+stop strings follow from the token ids alone, so an answer that was begun elsewhere goes on exactly where it stood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.requests import FinishedEffect, FinishReason, Request, Timings, TokenEffect, Usage
+from scheduler.sampling import sample
+from scheduler.text_stream import TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What generation must know of the model's tokens: how many, each one's bytes, and which of them end an answer."""
+
+    n_tokens: int
+    piece: Callable[[int], bytes]
+    is_end: Callable[[int], bool]
+
+
+class Answer:
+    """The state of one accepted request.
+
+    tokens   prompt and answer so far
+    cached   how many of them, from the first, are in the cache of its sequence
+    slot     that sequence, once it has one
+    touched  the sequence may hold something of it
+    ended    why the answer is complete, or None while it grows
+    """
+
+    def __init__(self, request: Request, context_tokens: int, vocabulary: Vocabulary, now: float) -> None:
+        self.request = request
+        self.tokens = [*request.prompt_tokens, *request.generated]
+        self.cached = 0
+        self.slot: int | None = None
+        self.touched = False
+        self.queue_position: int | None = None  # as last told
+        self.deadline = now + request.deadline_s
+        self.ended: FinishReason | None = None
+        self._context_tokens = context_tokens
+        self._vocabulary = vocabulary
+        self._submitted_at = now
+        self._admitted_at: float | None = None
+        self._first_token_at: float | None = None
+        self._text = TextStream(request.stop)
+        for token in request.generated:  # whoever continues the answer has this text already
+            self._extend_text(token)
+        self._end_if_full()
+
+    @property
+    def missing(self) -> int:
+        """Tokens that are not in the cache: 1 while it generates, more while its prompt is prefilled."""
+        return len(self.tokens) - self.cached
+
+    @property
+    def completion(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - len(self.request.prompt_tokens)
+
+    def admitted(self, slot: int, now: float) -> None:
+        self.slot, self._admitted_at = slot, now
+
+    def take(self, logits: NDArray[np.float32], now: float) -> TokenEffect | None:
+        """Sample the next token from logits [n_vocab]; None for the end token, which is no part of the answer.
+
+        `ended` is set if that was the last. Raises NonFiniteLogits.
+        """
+        request = self.request
+        history: Sequence[int] = self.tokens[len(request.prompt_tokens) :] if request.params.penalises else ()
+        sampled = sample(logits, request.params, len(self.tokens), request.choice, history)
+        if self._first_token_at is None:
+            self._first_token_at = now
+        if request.stop_at_end and self._vocabulary.is_end(sampled.token):
+            self.ended = "stop"
+            return None
+        self.tokens.append(sampled.token)
+        text = self._extend_text(sampled.token)
+        self._end_if_full()
+        return TokenEffect(request.id, self.completion - 1, sampled.token, text, sampled.logprob)
+
+    def finish(self, now: float) -> FinishedEffect:
+        """The terminal effect of an answer that has ended, with the text that was still held back."""
+        rest = self._text.finish()
+        if rest.stopped:  # the bytes' end can still complete a stop string, if that one ends in U+FFFD
+            self.ended = "stop"
+        assert self.ended is not None
+        admitted = now if self._admitted_at is None else self._admitted_at
+        first = now if self._first_token_at is None else self._first_token_at
+        return FinishedEffect(
+            self.request.id,
+            self.ended,
+            rest.text,
+            Usage(len(self.request.prompt_tokens), self.completion),
+            Timings(queue_s=admitted - self._submitted_at, prefill_s=first - admitted, decode_s=now - first),
+        )
+
+    def _extend_text(self, token: int) -> str:
+        delta = self._text.feed(self._vocabulary.piece(token))
+        if delta.stopped:
+            self.ended = "stop"
+        return delta.text
+
+    def _end_if_full(self) -> None:
+        # The newest token needs a cell only to be followed by another: an answer may be one longer than the cache.
+        full = self.completion >= self.request.max_tokens or len(self.tokens) > self._context_tokens
+        if full and self.ended is None:
+            self.ended = "length"
