@@ -1,1 +1,75 @@
-"""See docs/architecture.md."""
+"""Every decision, pure: events and the current instant in, effects out. No clock, no random numbers, no I/O, no await.
+
+The daemon and a simulator run these very objects.
+
+sampling     one row of logits to one token, reproducibly
+text_stream  bytes of tokens to text that may be shown
+requests     what enters and leaves the batcher
+answer       one answer while it grows
+batching     what the trunk decodes next, and what its logits mean for each request
+placement    which peer holds which experts
+dispatch     which rows of a layer go to which peer, and where its answers belong
+liveness     which peers still answer
+"""
+
+from __future__ import annotations
+
+from scheduler.answer import Vocabulary
+from scheduler.batching import Batcher, BatcherStatistics, Step, StepPart
+from scheduler.dispatch import LayerRouting, PeerRows, Plan, RowRate, check_reply, deadline_s, gather, plan
+from scheduler.liveness import PING_INTERVAL_S, TICK_S, FailureDetector, PeerState, Transition
+from scheduler.placement import LayerSpec, Placement, PlacementImpossible, WorkerSpec, even_split
+from scheduler.requests import (
+    Effect,
+    FailedEffect,
+    FinishedEffect,
+    QueuedEffect,
+    Request,
+    Timings,
+    TokenEffect,
+    Usage,
+)
+from scheduler.sampling import NonFiniteLogits, Sampled, SamplingParams, sample, uniform
+from scheduler.text_stream import TextDelta, TextStream, check_stops
+
+__all__ = [
+    "PING_INTERVAL_S",
+    "TICK_S",
+    "Batcher",
+    "BatcherStatistics",
+    "Effect",
+    "FailedEffect",
+    "FailureDetector",
+    "FinishedEffect",
+    "LayerRouting",
+    "LayerSpec",
+    "NonFiniteLogits",
+    "PeerRows",
+    "PeerState",
+    "Placement",
+    "PlacementImpossible",
+    "Plan",
+    "QueuedEffect",
+    "Request",
+    "RowRate",
+    "Sampled",
+    "SamplingParams",
+    "Step",
+    "StepPart",
+    "TextDelta",
+    "TextStream",
+    "Timings",
+    "TokenEffect",
+    "Transition",
+    "Usage",
+    "Vocabulary",
+    "WorkerSpec",
+    "check_reply",
+    "check_stops",
+    "deadline_s",
+    "even_split",
+    "gather",
+    "plan",
+    "sample",
+    "uniform",
+]

@@ -1,0 +1,182 @@
+"""One layer's dispatch: which rows go to which peer, and where its answers belong.
+
+The router chose K experts for each of T tokens; output slot t*K + k belongs to token t's k-th choice. A peer gets each
+token's activations once, however many of its experts were chosen, and answers one row for each of its slots, in slot
+order. Answers are written to their slots, so the result is the same whoever answers first.
+
+`plan` runs for every layer of every token: owners come from a table built once an epoch, the rest is a stable sort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capabilities.errors import ExpertsUnavailable, PeerMistake
+
+# A failed peer must reach the asker as an error within 5 s: at most 4 s for one dispatch of a decode step leave one for
+# the rest of the way. Nothing waits for longer than two minutes: at such a rate a swarm serves nobody.
+DECODE_DEADLINE_S_MAX = 4.0
+PREFILL_DEADLINE_S_MAX = 120.0
+DECODE_ROWS_MAX = 128  # expert rows that count as a decode step: 16 sequences with 8 experts each
+# No dispatch has less. On a busy home machine a millisecond's work has been seen to take 0.8 s, and a wrong verdict
+# costs a request; a peer that is gone is noticed sooner, by its connection or by pings.
+DEADLINE_S_MIN = 3.0
+SLACK = 4.0  # a peer may be this much slower than it was measured: another job, a hot phone
+ROWS_PER_S_UNMEASURED = 50.0  # an old CPU with large experts
+BYTES_PER_S_MIN = 250_000.0  # 2 Mbit/s, the slowest uplink that makes sense
+_RATE_MEMORY = 0.9  # of what was measured, kept at each new measurement: the last ten or so count
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PeerRows:
+    """One peer's part of a dispatch: R rows to answer over Tp rows of activations.
+
+    rows     int32 [Tp]  rows of the layer's activations to send, ascending
+    tokens   int32 [R]   for each answer, the index into what was sent
+    experts  int32 [R]   and the expert to apply
+    slots    int64 [R]   where the answer belongs in the output [T * K], ascending
+    """
+
+    peer: str
+    rows: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    experts: NDArray[np.int32]
+    slots: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """A layer's dispatch to all peers; every output slot is in exactly one part. Without tokens it has no parts."""
+
+    layer: int
+    n_tokens: int
+    n_used: int
+    parts: tuple[PeerRows, ...]
+
+
+class LayerRouting:
+    """Which peer answers for each expert of a layer, from a placement and the peers that cannot be reached now.
+
+    holders[expert]: its peers, preferred first; the first that can be reached answers.
+    """
+
+    def __init__(self, layer: int, holders: Sequence[Sequence[str]], unreachable: Collection[str] = ()) -> None:
+        chosen = [next((peer for peer in peers if peer not in unreachable), None) for peers in holders]
+        self.layer = layer
+        self.peers = tuple(sorted({peer for peer in chosen if peer is not None}))
+        index = {peer: i for i, peer in enumerate(self.peers)}
+        nobody = len(self.peers)  # sorts behind the peers
+        self._owner = np.array([nobody if peer is None else index[peer] for peer in chosen], dtype=np.int64)
+        self._holders = tuple(tuple(peers) for peers in holders)
+
+    def owners(self, experts: NDArray[np.int32]) -> NDArray[np.int64]:
+        """For each expert [R] the index into `peers`, len(peers) for none. Raises ValueError for an id out of range."""
+        try:
+            owners = self._owner[experts.view(np.uint32)]  # a negative id becomes one that is out of range
+        except IndexError:
+            raise ValueError(f"layer {self.layer}: an expert id is outside 0..{len(self._owner) - 1}") from None
+        return owners
+
+    def unavailable(self, experts: NDArray[np.int32]) -> ExpertsUnavailable:
+        """The error that names those of the experts that nobody answers for, and a peer that held them."""
+        missing = sorted({int(expert) for expert in experts if self._owner[expert] == len(self.peers)})
+        held = sorted({peer for expert in missing for peer in self._holders[expert]})
+        names = ", ".join(map(str, missing))
+        return ExpertsUnavailable(
+            f"nobody answers for experts {names} of layer {self.layer}: {', '.join(held) or 'no peer'} held them",
+            layer=self.layer,
+            experts=missing,
+            peer=held[0] if held else None,
+            cause="disconnected",
+        )
+
+
+def plan(ids: NDArray[np.int32], routing: LayerRouting) -> Plan:
+    """Split the router's choice over the peers. ids: int32 [T, K], contiguous or not.
+
+    Raises ExpertsUnavailable if a chosen expert has no peer, ValueError for ids that are none of this layer's.
+    """
+    n_tokens, n_used = ids.shape
+    chosen = np.ascontiguousarray(ids, dtype=np.int32).reshape(-1)
+    owners = routing.owners(chosen)
+    order = owners.argsort(kind="stable")  # by peer, then by slot
+    owners = owners[order]
+    if n_tokens and owners[-1] == len(routing.peers):
+        raise routing.unavailable(chosen)
+    experts = chosen[order]
+    ends = owners.searchsorted(_indices(len(routing.peers)), side="right").tolist()
+    of_token = order // n_used
+    # A peer's slots ascend, so one token's stand together, and each change of token is one more row to send. (A peer's
+    # last token may be the next peer's first: both then read that row.)
+    changes = np.ones(len(order), dtype=np.bool_)
+    changes[1:] = of_token[1:] != of_token[:-1]
+    send = changes.cumsum(dtype=np.int32) - np.int32(1)
+    rows = of_token[changes].astype(np.int32)
+    parts = []
+    start = 0
+    for peer, end in zip(routing.peers, ends, strict=True):
+        if end > start:
+            first, last = int(send[start]), int(send[end - 1])
+            part = slice(start, end)
+            parts.append(PeerRows(peer, rows[first : last + 1], send[part] - first, experts[part], order[part]))
+        start = end
+    return Plan(routing.layer, n_tokens, n_used, tuple(parts))
+
+
+def check_reply(values: NDArray[np.float32], part: PeerRows, layer: int, n_out: int) -> None:
+    """Raise PeerMistake, naming the peer, unless values are float32 [R, n_out] and finite."""
+    if values.dtype != np.float32 or values.shape != (len(part.slots), n_out):
+        expected = f"float32 {(len(part.slots), n_out)}"
+        raise _mistake(part, layer, f"answered {values.dtype} {values.shape} instead of {expected}")
+    # A sum is finite only if all its terms are; a sum that overflowed needs the second look.
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(values.sum()):
+            return
+    wrong = int(np.count_nonzero(~np.isfinite(values)))
+    if wrong:
+        raise _mistake(part, layer, f"answered {wrong} values that are NaN or infinite")
+
+
+def gather(plan: Plan, replies: Mapping[str, NDArray[np.float32]], out: NDArray[np.float32]) -> None:
+    """Write each peer's checked reply, float32 [R, n_out], to its slots of out, float32 [T, K, n_out] (contiguous)."""
+    if out.shape[:2] != (plan.n_tokens, plan.n_used) or not out.flags.c_contiguous:
+        raise ValueError(f"out must be contiguous [{plan.n_tokens}, {plan.n_used}, n_out], not {out.shape}")
+    slots = out.reshape(plan.n_tokens * plan.n_used, out.shape[2])
+    for part in plan.parts:
+        slots[part.slots] = replies[part.peer]
+
+
+class RowRate:
+    """Expert rows a second that a peer answered lately, the way there and back included. None before the first."""
+
+    def __init__(self) -> None:
+        self._rows = self._seconds = 0.0
+
+    def observe(self, rows: int, elapsed_s: float) -> None:
+        self._rows = self._rows * _RATE_MEMORY + rows
+        self._seconds = self._seconds * _RATE_MEMORY + max(elapsed_s, 1e-6)
+
+    @property
+    def rows_per_s(self) -> float | None:
+        return self._rows / self._seconds if self._rows else None
+
+
+def deadline_s(rows: int, nbytes: int, rows_per_s: float | None) -> float:
+    """Seconds to wait for so many expert rows, and bytes out and back, from a peer of that measured rate."""
+    expected = SLACK * rows / (rows_per_s or ROWS_PER_S_UNMEASURED) + nbytes / BYTES_PER_S_MIN
+    most = DECODE_DEADLINE_S_MAX if rows <= DECODE_ROWS_MAX else PREFILL_DEADLINE_S_MAX
+    return min(max(expected, DEADLINE_S_MIN), most)
+
+
+@lru_cache(maxsize=64)
+def _indices(n: int) -> NDArray[np.int64]:
+    return np.arange(n, dtype=np.int64)
+
+
+def _mistake(part: PeerRows, layer: int, what: str) -> PeerMistake:
+    return PeerMistake(f"peer {part.peer} {what} for layer {layer}", peer=part.peer, layer=layer)
