@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -86,8 +87,7 @@ def write_random_model(
     """
     matrices = list(_matrices(shape))
     total = sum(matrix.nbytes for matrix in matrices)
-    with replacing(path) as partial:
-        writer = _header(partial, shape, matrices)
+    with replacing(path) as partial, closing(_header(partial, shape, matrices)) as writer:
         out: BinaryIO = writer.fout[0]
         writer.write_padding(out, out.tell())
         source, done = _WeightSource(seed), 0
@@ -97,7 +97,6 @@ def write_random_model(
             done += matrix.nbytes
             if progress is not None:
                 progress(done, total)
-        writer.close()
 
 
 def _matrices(shape: ModelShape) -> Iterator[_Matrix]:
