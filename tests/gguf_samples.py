@@ -12,7 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from backends.gguf_file import GGUFFile
+from capabilities.errors import BadModelFile
 
 Number = int | float
 F32, Q4_0 = 0, 2
@@ -181,3 +185,16 @@ def write_split(
         change(index, part)
         paths.append(part.write(folder / f"{stem}-{index + 1:05}-of-{n_parts:05}.gguf"))
     return paths
+
+
+def fault_of(path: Path) -> str:
+    """The message for a file that must not open: one line that begins with the file's name."""
+    with pytest.raises(BadModelFile) as caught:
+        GGUFFile.open(path)
+    message = caught.value.message
+    assert message.isprintable()
+    assert len(message) < 400
+    assert ": " in message
+    assert caught.value.hint
+    assert caught.value.details["path"]
+    return message

@@ -25,13 +25,13 @@ from tests.gguf_samples import (
     WIDTH,
     Sample,
     SampleTensor,
+    fault_of,
     moe_sample,
     number,
     numbers,
     text,
     texts,
     u32,
-    write_split,
 )
 
 Change = Callable[[Sample], object]
@@ -50,19 +50,6 @@ def _ggml() -> ctypes.CDLL:
 
 class _InitParams(ctypes.Structure):
     _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p))
-
-
-def _fault(path: Path) -> str:
-    """The message for a file that must not open: one line that begins with the file's name."""
-    with pytest.raises(BadModelFile) as caught:
-        GGUFFile.open(path)
-    message = caught.value.message
-    assert message.isprintable()
-    assert len(message) < 400
-    assert ": " in message
-    assert caught.value.hint
-    assert caught.value.details["path"]
-    return message
 
 
 def test_a_sound_model_opens(tmp_path: Path) -> None:
@@ -240,7 +227,7 @@ def test_each_fault_is_one_clear_line(tmp_path: Path, name: str) -> None:
     change, expected = (HEADER_FAULTS | MODEL_FAULTS)[name]
     sample = moe_sample()
     change(sample)
-    message = _fault(sample.write(tmp_path / "broken.gguf"))
+    message = fault_of(sample.write(tmp_path / "broken.gguf"))
     assert message.startswith("broken.gguf: ")
     assert expected in message
 
@@ -249,7 +236,7 @@ def test_missing_bytes_are_counted(tmp_path: Path) -> None:
     data = moe_sample().to_bytes()
     path = tmp_path / "short.gguf"
     path.write_bytes(data[:-1000])
-    assert "1,000 of its" in _fault(path)
+    assert "1,000 of its" in fault_of(path)
 
 
 def test_every_truncation_is_noticed(tmp_path: Path) -> None:
@@ -257,18 +244,18 @@ def test_every_truncation_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "short.gguf"
     for size in [*range(200), *range(200, len(data), 997)]:
         path.write_bytes(data[:size])
-        message = _fault(path)
+        message = fault_of(path)
         assert "truncated" in message or "is empty" in message or "not a GGUF" in message
 
 
 def test_what_is_no_readable_file(tmp_path: Path) -> None:
-    assert "no such file" in _fault(tmp_path / "absent.gguf")
-    assert "is a directory" in _fault(tmp_path)
+    assert "no such file" in fault_of(tmp_path / "absent.gguf")
+    assert "is a directory" in fault_of(tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    assert "is not a regular file" in _fault(tmp_path / "pipe")
+    assert "is not a regular file" in fault_of(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    assert "cannot be read: " in _fault(tmp_path / "loop")
-    assert "not a possible path" in _fault(tmp_path / "a\0b")
+    assert "cannot be read: " in fault_of(tmp_path / "loop")
+    assert "not a possible path" in fault_of(tmp_path / "a\0b")
     with (tmp_path / "huge.gguf").open("wb") as file:
         file.write(moe_sample().to_bytes())
         file.truncate(1 << 40)  # a hole of a terabyte: mapped, or refused, but never read
@@ -278,19 +265,19 @@ def test_what_is_no_readable_file(tmp_path: Path) -> None:
 def test_a_strange_file_name_stays_on_one_line(tmp_path: Path) -> None:
     path = tmp_path / "new\nline.gguf"
     path.write_bytes(b"nothing")
-    assert _fault(path).startswith("new\\nline.gguf: is not a GGUF file")
+    assert fault_of(path).startswith("new\\nline.gguf: is not a GGUF file")
 
 
 def test_a_header_of_endless_strings_is_bounded_in_time(tmp_path: Path) -> None:
     sample = moe_sample().set("general.name", struct.pack("<IIQ", 9, 8, 1 << 23) + bytes(8 << 23))
     sample.set("olmoe.more", struct.pack("<IIQ", 9, 8, 1))
     before = time.perf_counter()
-    assert "elements" in _fault(sample.write(tmp_path / "slow.gguf"))
+    assert "elements" in fault_of(sample.write(tmp_path / "slow.gguf"))
     assert time.perf_counter() - before < 6
     path = tmp_path / "large.gguf"
     path.write_bytes(moe_sample().set("general.name", struct.pack("<IQ", 8, HEADER_BYTES_MAX)).to_bytes())
     os.truncate(path, 2 * HEADER_BYTES_MAX)
-    assert "more than 256 MiB" in _fault(path)
+    assert "more than 256 MiB" in fault_of(path)
 
 
 def test_a_large_vocabulary_opens_in_a_second(tmp_path: Path) -> None:
@@ -316,73 +303,6 @@ def test_other_files_in_the_folder_do_not_matter(tmp_path: Path) -> None:
     (tmp_path / "model-00002-of-00002.gguf").write_bytes(b"rubbish")
     GGUFFile.open(moe_sample().write(tmp_path / "model.gguf")).close()
     GGUFFile.open(moe_sample().write(tmp_path / "model-00001-of-00002.gguf")).close()  # says nothing of parts
-
-
-def test_one_part_that_says_so_is_a_model(tmp_path: Path) -> None:
-    sample = moe_sample().set("split.no", number(2, 0)).set("split.count", number(2, 1))
-    GGUFFile.open(sample.write(tmp_path / "model.gguf")).close()
-
-
-def test_a_split_model_whose_first_part_has_only_metadata(tmp_path: Path) -> None:
-    sample = moe_sample()
-    paths = write_split(sample, tmp_path, 4)
-    with GGUFFile.open(paths[0]) as gguf:
-        assert gguf.paths == tuple(paths)
-        assert gguf.sizes == tuple(path.stat().st_size for path in paths)
-        assert gguf.stem == "model"
-        assert {info.part for info in gguf.tensors.values()} == {1, 2, 3}
-        for tensor in sample.tensors:
-            assert bytes(gguf.data(gguf.tensors[str(tensor.name)])) == tensor.data
-
-
-def _on_part(wanted: int, change: Change) -> Callable[[int, Sample], object]:
-    return lambda index, part: change(part) if index == wanted else None
-
-
-SPLIT_FAULTS: dict[str, tuple[Callable[[int, Sample], object], str]] = {
-    "other count": (
-        _on_part(2, lambda p: p.set("split.count", number(2, 4))),
-        "00003-of-00003.gguf: belongs to another",
-    ),
-    "other number": (_on_part(1, lambda p: p.set("split.no", number(2, 2))), "says it is part 3; part 2 belongs here"),
-    "no number": (_on_part(1, lambda p: p.drop("split.no")), "does not say which part it is"),
-    "number type": (_on_part(1, lambda p: p.set("split.no", u32(1))), "split.no must have type UINT16"),
-    "other tensors": (_on_part(1, lambda p: p.set("split.tensors.count", number(5, 9))), "belongs to another model"),
-    "other architecture": (_on_part(1, lambda p: p.set("general.architecture", text("llama"))), "another model"),
-    "tensor lost": (_on_part(2, lambda p: p.tensors.pop()), "split.tensors.count is 27; its 3 parts hold 26"),
-    "tensor twice": (
-        _on_part(2, lambda p: p.tensors.append(SampleTensor("token_embd.weight", (8,), F32, bytes(32)))),
-        "two tensors named token_embd.weight",
-    ),
-    "count lost": (_on_part(0, lambda p: p.drop("split.tensors.count")), "split.tensors.count is"),
-    "too many parts": (_on_part(0, lambda p: p.set("split.count", number(2, 9999))), "9,999 parts; the limit is 256"),
-    "count type": (_on_part(0, lambda p: p.set("split.count", u32(3))), "split.count must have type UINT16"),
-    "broken part": (_on_part(1, lambda p: setattr(p, "magic", b"XXXX")), "00002-of-00003.gguf: is not a GGUF"),
-}
-
-
-@pytest.mark.parametrize("name", SPLIT_FAULTS)
-def test_each_fault_of_a_split_model_is_one_clear_line(tmp_path: Path, name: str) -> None:
-    change, expected = SPLIT_FAULTS[name]
-    assert expected in _fault(write_split(moe_sample(), tmp_path, 3, change=change)[0])
-
-
-def test_a_missing_or_wrong_part_is_named(tmp_path: Path) -> None:
-    paths = write_split(moe_sample(), tmp_path, 3)
-    assert "is not the first part of its model; open model-00001-of-00003.gguf" in _fault(paths[1])
-    paths[2].rename(tmp_path / "elsewhere.gguf")
-    assert _fault(paths[0]).startswith("model-00003-of-00003.gguf: is missing: part 3 of this model")
-    paths[0].rename(tmp_path / "first.gguf")
-    assert "must be named NAME-00001-of-00003.gguf" in _fault(tmp_path / "first.gguf")
-
-
-def test_nothing_stays_open_after_a_fault(tmp_path: Path) -> None:
-    paths = write_split(moe_sample(), tmp_path, 3, change=SPLIT_FAULTS["tensor lost"][0])
-    before = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").exists() else 0
-    for _ in range(5):
-        _fault(paths[0])
-    if before:
-        assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 @settings(max_examples=400, deadline=2_000, suppress_health_check=[HealthCheck.function_scoped_fixture])
