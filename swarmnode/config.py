@@ -103,8 +103,8 @@ class SwarmConfig(_Section):
     """leader: holds the trunk, routes, samples. worker: holds experts and computes them. Both take prompts."""
 
     leader: Annotated[str, AfterValidator(_check_leader)] = ""
-    """Workers: where the leader is and which key it must prove, as `swarmctl status` there prints it:
-    /ip4/192.0.2.7/tcp/11436/p2p/12D3KooW..."""
+    """Workers: where the leader is and which key it must prove. `swarmctl status` there prints both parts, its address
+    and its peer id: /ip4/192.0.2.7/tcp/11436/p2p/12D3KooW..."""
 
     workers_expected: Annotated[int, Field(ge=0, le=256)] = 0
     """Leader: experts are dealt out once this many workers have joined. 0: to those who are there when nobody has
@@ -117,7 +117,7 @@ class SwarmConfig(_Section):
     @model_validator(mode="after")
     def _role_fits(self) -> Self:
         if self.role == "worker" and not self.leader:
-            raise ValueError("a worker must know its leader: set leader to the address that the leader's status prints")
+            raise ValueError('a worker must know its leader: set leader = "/ip4/ADDRESS/tcp/PORT/p2p/PEER_ID"')
         if self.role == "leader" and self.leader:
             raise ValueError('leader is for workers: set role = "worker", or leave it empty')
         return self
@@ -171,6 +171,10 @@ class ComputeConfig(_Section):
 
     backend: Literal["ggml", "numpy"] = "ggml"
     """ggml: llama.cpp's own kernels. numpy: a slow reference to check other backends against."""
+
+    device: Annotated[str, Field(max_length=64)] = ""
+    """ggml's name of the device to compute on, for example CPU, CUDA0 or Vulkan0. Empty: the first GPU that the
+    installed llama-cpp-python was built for, else the CPU."""
 
     factory: Annotated[str, AfterValidator(_check_factory)] = ""
     """module:Class of another expert backend, used in place of the above: for backends that live outside this project,

@@ -195,7 +195,7 @@ class DecodeEngine:
             return [FailedEffect(command.request.id, error)]
 
     def _decode(self, step: Step) -> list[Effect]:
-        vocabulary, started = self._model.vocabulary, time.monotonic()
+        started = time.monotonic()
         try:
             for sequence in step.clear:
                 self._model.clear(sequence)
@@ -209,7 +209,7 @@ class DecodeEngine:
         now = time.monotonic()
         self._steps += 1
         self._decode_s += now - started
-        return self._batcher.step_done(step, logits, vocabulary.piece, vocabulary.is_end, now)
+        return self._batcher.step_done(step, logits, now)
 
     def _failed(self, step: Step, error: SwarmError) -> list[Effect]:
         _log.warning("engine.step_aborted", requests=step.requests, error=error.to_json())

@@ -144,7 +144,8 @@ class RemoteExperts:
             raise NotReady("the swarm has no placement that covers every expert", layer=layer)
         n_tokens, n_used = ids.shape
         step = max(1, min(n_tokens, dispatch_rows_max(spec.n_out) // n_used, dispatch_tokens_max(spec.n_in)))
-        parts, frames = [], []
+        parts: list[_Part] = []
+        frames: list[tuple[int, PeerRows, Activations]] = []
         quantized: Activations | None = None
         for start in range(0, n_tokens, step):
             part = _Part(start, plan(ids[start : start + step], routing.layers[layer]))

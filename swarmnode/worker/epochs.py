@@ -7,40 +7,39 @@ refused by name, so that a leader of the past, or of another placement, gets an 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import trio
 
 from backends.experts import ExpertBackend
-from backends.manifest import Manifest
 from capabilities.errors import PeerMistake
 from swarmnode.expert_messages import DispatchHead, HeldLayer
 
 
 @dataclass(eq=False)
 class ExpertSet:
-    """The experts of one epoch. `layers` and `backend` grow together while the set loads."""
+    """The experts of one epoch, complete in memory. `manifest` is its id; `wanted` is layer -> expert ids.
+
+    `also` holds other (term, epoch) names of the same set: an assignment with an unchanged share adopts it.
+    """
 
     term: int
     epoch: int
-    manifest: Manifest
+    manifest: str
     wanted: Mapping[int, tuple[int, ...]]
     backend: ExpertBackend
     layers: dict[int, HeldLayer]
+    bytes_held: int = 0
     loaded: bool = False
+    also: set[tuple[int, int]] = field(default_factory=set)
 
-    @property
-    def experts_wanted(self) -> int:
-        return sum(len(experts) for experts in self.wanted.values())
+    def is_called(self, term: int, epoch: int) -> bool:
+        return (term, epoch) == (self.term, self.epoch) or (term, epoch) in self.also
 
     @property
     def experts_held(self) -> int:
         return sum(int(np.count_nonzero(layer.held)) for layer in self.layers.values())
-
-    @property
-    def bytes_held(self) -> int:
-        sizes = {layer.layer: layer.expert_bytes for layer in self.manifest.layers}
-        return sum(sizes[number] * int(np.count_nonzero(held.held)) for number, held in self.layers.items())
 
 
 class Epochs:
@@ -49,25 +48,40 @@ class Epochs:
     def __init__(self) -> None:
         self.current: ExpertSet | None = None
         self.prepared: ExpertSet | None = None
+        self.computing = trio.Lock()  # held while a backend computes, so that none is freed under its kernels
 
-    def prepare(self, expert_set: ExpertSet) -> None:
-        """Take the set that loads now; an earlier one that never began is dropped."""
-        if self.prepared is not None:
-            self.prepared.backend.close()
-        self.prepared = expert_set
+    async def prepare(self, expert_set: ExpertSet) -> None:
+        """Take a set that has just been loaded; an earlier one that never began is dropped."""
+        async with self.computing:
+            if self.prepared is not None:
+                self.prepared.backend.close()
+            self.prepared = expert_set
 
-    def begin(self, term: int, epoch: int) -> None:
-        """The prepared epoch serves from now on; the old one is dropped."""
-        chosen = self.prepared
-        if chosen is None or (chosen.term, chosen.epoch) != (term, epoch):
+    def adopt(
+        self, term: int, epoch: int, manifest: str, wanted: Mapping[int, tuple[int, ...]]
+    ) -> ExpertSet | None:
+        """A set in memory with exactly this share, which from now on also answers to (term, epoch), or None."""
+        for held in (self.current, self.prepared):
+            if held is not None and held.loaded and held.manifest == manifest and held.wanted == wanted:
+                held.also.add((term, epoch))
+                return held
+        return None
+
+    async def begin(self, term: int, epoch: int) -> None:
+        """This epoch serves from now on under this name alone; every other set is dropped."""
+        chosen = self.find(term, epoch)
+        if chosen is None:
             return
-        old, self.current, self.prepared = self.current, chosen, None
-        if old is not None:
-            old.backend.close()
+        async with self.computing:
+            for held in (self.current, self.prepared):
+                if held is not None and held is not chosen:
+                    held.backend.close()
+            chosen.term, chosen.epoch, chosen.also = term, epoch, set()
+            self.current, self.prepared = chosen, None
 
     def find(self, term: int, epoch: int) -> ExpertSet | None:
         for held in (self.current, self.prepared):
-            if held is not None and (held.term, held.epoch) == (term, epoch):
+            if held is not None and held.is_called(term, epoch):
                 return held
         return None
 
@@ -94,5 +108,3 @@ class Epochs:
             if held is not None:
                 held.backend.close()
         self.current = self.prepared = None
-
-

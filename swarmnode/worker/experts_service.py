@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, cast
 
+import numpy as np
 import structlog
 import trio
+from numpy.typing import NDArray
 
 from backends.activations import dequantize_q8_0
 from backends.experts import F32
@@ -34,6 +36,8 @@ from swarmnode.wire import Q8_0, Frame, Header, read_frame
 from swarmnode.worker.epochs import Epochs, ExpertSet
 
 _log = structlog.get_logger(__name__)
+
+U8 = NDArray[np.uint8]
 
 INLINE_SECONDS_MAX: Final = 0.010  # a computation expected to be shorter runs on the event loop
 _RATE_SMOOTHING: Final = 0.1
@@ -68,7 +72,6 @@ class ExpertsService:
     epochs: Epochs
     leader: PeerId
     statistics: ExpertsStatistics = field(default_factory=ExpertsStatistics)
-    _computing: trio.Lock = field(default_factory=trio.Lock)
     _running: dict[str, _Running] = field(default_factory=dict)
 
     def register(self, network: Network) -> None:
@@ -127,13 +130,13 @@ class ExpertsService:
         head = dispatch.head
 
         def run() -> F32:
-            x = dequantize_q8_0(dispatch.x) if head.dtype == Q8_0 else dispatch.x
+            x = dequantize_q8_0(cast(U8, dispatch.x)) if head.dtype == Q8_0 else cast(F32, dispatch.x)
             return held.backend.compute(
                 head.layer, x, dispatch.tokens, dispatch.experts, ask_f32=dispatch.f32_accumulation
             )
 
         rate = self.statistics.rows_per_s
-        async with self._computing:
+        async with self.epochs.computing:
             started = time.perf_counter()
             if rate and head.n_rows / rate < INLINE_SECONDS_MAX:
                 y = run()

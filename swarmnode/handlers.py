@@ -1,0 +1,220 @@
+"""What the daemon does for swarmctl: the methods of the control socket.
+
+Each is a coroutine (params, reply) -> result; it may send events meanwhile, raises a SwarmError to fail, and is
+cancelled when the caller goes away.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+import trio
+
+from capabilities.errors import NotReady, SwarmError, UsageError
+from scheduler.sampling import SamplingParams
+from swarmnode.asker import Asker
+from swarmnode.control import ControlReply
+from swarmnode.leader.service import Leader
+from swarmnode.models import Models
+from swarmnode.prompt_messages import Alive, Ask, Done, Failed, Queued, Token, chat, new_request_id, new_seed
+
+_log = structlog.get_logger(__name__)
+
+Params = dict[str, Any]
+
+
+class Handlers:
+    """The table of methods for one daemon."""
+
+    def __init__(
+        self,
+        *,
+        status: Callable[[], Awaitable[dict[str, Any]]],
+        asker: Asker,
+        models: Models,
+        leader: Leader | None,
+    ) -> None:
+        self._status = status
+        self._asker = asker
+        self._models = models
+        self._leader = leader
+
+    def table(self) -> Mapping[str, Callable[[Params, ControlReply], Awaitable[Mapping[str, Any]]]]:
+        return {
+            "status": self.status,
+            "ask": self.ask,
+            "model_add": self.model_add,
+            "model_list": self.model_list,
+            "model_show": self.model_show,
+            "model_remove": self.model_remove,
+        }
+
+    async def status(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
+        return await self._status()
+
+    # -- prompts ------------------------------------------------------------------------------------------------
+
+    async def ask(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
+        """Stream an answer as events; the result has it whole."""
+        ask = parse_ask(params)
+        log = _log.bind(request_id=ask.request_id)
+        log.info("request.begin", role="asker")
+        started, first = time.monotonic(), None
+        text: list[str] = []
+        tokens: list[int] = []
+        done: Done | None = None
+        async with self._asker.replies(ask) as replies:
+            async for item in replies:
+                match item:
+                    case Queued(position):
+                        await reply.event("queued", position=position)
+                    case Token(index, token, piece):
+                        first = time.monotonic() if first is None else first
+                        tokens.append(token)
+                        text.append(piece)
+                        await reply.event("token", index=index, token=token, text=piece)
+                    case Done():
+                        done = item
+                    case Failed(error):
+                        log.warning("request.failed", role="asker", error=error.to_json())
+                        error.details.setdefault("request_id", ask.request_id)
+                        raise error
+                    case Alive():
+                        pass
+        if done is None:
+            raise NotReady("the answer ended without an end", request_id=ask.request_id)
+        if done.text:
+            text.append(done.text)
+            await reply.event("token", index=None, token=None, text=done.text)
+        total = time.monotonic() - started
+        log.info("request.end", role="asker", finish_reason=done.finish_reason, seconds=round(total, 3))
+        return self._result(ask, done, tokens, "".join(text), total, None if first is None else first - started)
+
+    def _result(
+        self, ask: Ask, done: Done, tokens: list[int], text: str, total_s: float, first_token_s: float | None
+    ) -> dict[str, Any]:
+        usage = done.usage
+        return {
+            "text": text,
+            "tokens": tokens,
+            "finish_reason": done.finish_reason,
+            "leader": self._asker.leader,
+            "request_id": ask.request_id,
+            "seed": ask.params.seed,
+            "usage": {
+                "prompt_tokens": usage.prompt_tokens,
+                "completion_tokens": usage.completion_tokens,
+                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            },
+            "timings": {
+                "queue_s": round(done.timings.queue_s, 6),
+                "prefill_s": round(done.timings.prefill_s, 6),
+                "decode_s": round(done.timings.decode_s, 6),
+                "total_s": round(total_s, 6),
+                "first_token_s": None if first_token_s is None else round(first_token_s, 6),
+            },
+        }
+
+    # -- models -------------------------------------------------------------------------------------------------
+
+    async def model_add(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
+        path, name = _text(params, "path"), params.get("name")
+        if name is not None and not isinstance(name, str):
+            raise UsageError("a model's name is a text")
+        self._need_leader("adds models")
+        send, receive = trio.open_memory_channel[tuple[str, int, int]](64)
+
+        def progress(step: str, done: int, total: int) -> None:
+            try:
+                send.send_nowait((step, done, total))
+            except trio.WouldBlock:  # a slow terminal sees fewer steps
+                pass
+
+        async def show() -> None:
+            async for step, done, total in receive:
+                await reply.event("progress", step=step, done=done, total=total)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(show)
+            with send:
+                try:
+                    result = await self._models.add(Path(path), name, progress)
+                except SwarmError as error:
+                    failure: SwarmError | None = error
+                else:
+                    failure = None
+        if failure is not None:
+            raise failure
+        if self._leader is not None:
+            self._leader.models_changed()
+        return result
+
+    async def model_list(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
+        found = await trio.to_thread.run_sync(self._models.summaries)
+        return {"models": [self._mark(model) for model in found]}
+
+    async def model_show(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
+        return self._mark(await trio.to_thread.run_sync(self._models.show, _text(params, "name")))
+
+    async def model_remove(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
+        name = _text(params, "name")
+        if self._leader is not None and self._leader.is_active(name):
+            raise UsageError(
+                f"{name} is the model that the swarm serves now",
+                hint="Name another one as leader.model and restart the leader, then remove it.",
+            )
+        await trio.to_thread.run_sync(self._models.remove, name)
+        if self._leader is not None:
+            self._leader.models_changed()
+        return {"removed": name}
+
+    def _mark(self, model: dict[str, Any]) -> dict[str, Any]:
+        return {**model, "active": self._leader is not None and self._leader.is_active(model["name"])}
+
+    def _need_leader(self, verb: str) -> None:
+        if self._leader is None:
+            raise UsageError(
+                f"this node is a worker; only the leader {verb}", hint="Run the command on the leader's machine."
+            )
+
+
+def parse_ask(params: Params) -> Ask:
+    """A request of swarmctl's: unknown values are refused by name, absent ones get their defaults.
+
+    Raises:
+        UsageError: a value of the wrong kind or out of range.
+    """
+    prompt, system = _text(params, "prompt"), params.get("system")
+    if system is not None and not isinstance(system, str):
+        raise UsageError("system is a text")
+    stop = params.get("stop") or []
+    if not isinstance(stop, list) or not all(isinstance(s, str) for s in stop):
+        raise UsageError("stop is a list of texts")
+    max_tokens = params.get("max_tokens")
+    if max_tokens is not None and (not isinstance(max_tokens, int) or isinstance(max_tokens, bool)):
+        raise UsageError("max_tokens is a whole number")
+    raw = bool(params.get("raw"))
+    if raw and system is not None:
+        raise UsageError("a raw prompt has no system text", hint="Put it into the prompt.")
+    seed = params.get("seed")
+    names = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty")
+    given = {name: params[name] for name in names if params.get(name) is not None}
+    return Ask(
+        request_id=new_request_id(),
+        params=SamplingParams(**given, seed=new_seed() if seed is None else seed),
+        prompt=prompt if raw else None,
+        messages=() if raw else chat(prompt, system),
+        max_tokens=max_tokens,
+        stop=tuple(stop),
+    )
+
+
+def _text(params: Params, key: str) -> str:
+    value = params.get(key)
+    if not isinstance(value, str) or not value:
+        raise UsageError(f"{key} is missing", hint="" if key != "prompt" else "Give a prompt.")
+    return value

@@ -1,0 +1,213 @@
+"""The workers of this leader: who is there, what each is doing, and the links to them.
+
+A member is one peer's stay, from its hello until its stream breaks; what is known of it survives as long as the swarm
+may wait for it. Everything here is on the event loop, so state needs no locks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import structlog
+import trio
+
+from capabilities.agreement import Agreement
+from capabilities.errors import PeerMistake, SwarmError, UsageError
+from scheduler.liveness import PeerState
+from swarmnode import limits
+from swarmnode.leader.link import PeerLink
+from swarmnode.member_messages import (
+    PROTOCOL,
+    WIRE_VERSION,
+    FromLeader,
+    Hello,
+    Progress,
+    Refuse,
+    decode_from_worker,
+    encode,
+)
+from swarmnode.net.interface import Network, NetworkError, PeerId, Stream
+from swarmnode.pinger import PeerWatch
+from swarmnode.wire import read_frame
+
+_log = structlog.get_logger(__name__)
+
+OUTBOX_MAX: Final = 16
+MEMBERS_MAX: Final = 256  # each costs buffers and a share of every status reply
+ABSENT_KEPT_S: Final = 600.0  # how long a worker that left is still shown as gone
+
+MemberPhase = Literal["joining", "loading", "probing", "ready", "failed"]
+
+
+@dataclass(eq=False)
+class Member:
+    """One worker. `stream_up` is false once its stay is over."""
+
+    peer: PeerId
+    hello: Hello
+    joined_s: float
+    outbox: trio.MemorySendChannel[FromLeader]
+    stream_up: bool = True
+    lost_s: float | None = None
+    phase: MemberPhase = "joining"
+    progress: Progress | None = None
+    link: PeerLink | None = None
+    probed: tuple[int, int] | None = None  # (term, epoch) that the probe of this stay's link has passed
+    agreement: Agreement | None = None
+    error: SwarmError | None = None
+    silent: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.hello.name
+
+    def tell(self, message: FromLeader) -> None:
+        """Queue a message. A worker that takes none any more loses its membership."""
+        try:
+            self.outbox.send_nowait(message)
+        except trio.WouldBlock:
+            self.outbox.close()
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+
+    def is_usable(self, term: int, epoch: int) -> bool:
+        """Whether it holds and has proven this epoch, and answers."""
+        return (
+            self.stream_up
+            and not self.silent
+            and self.probed == (term, epoch)
+            and self.link is not None
+            and self.link.closed is None
+        )
+
+
+class Members:
+    """Serves /swarmnode/member/1 and tells its owner who joins, reports, leaves, falls silent and speaks again."""
+
+    def __init__(
+        self,
+        network: Network,
+        on_join: Callable[[Member], None],
+        on_progress: Callable[[Member, Progress], None],
+        on_leave: Callable[[Member], None],
+        on_speech: Callable[[Member], None],
+    ) -> None:
+        self.by_peer: dict[PeerId, Member] = {}
+        self.refused = 0
+        self._network = network
+        self._on_join = on_join
+        self._on_progress = on_progress
+        self._on_leave = on_leave
+        self._on_speech = on_speech
+        self.watch = PeerWatch(network, self._on_state)
+
+    def register(self) -> None:
+        self._network.serve(PROTOCOL, self._handle, max_streams_per_peer=limits.MEMBER_STREAMS_PER_PEER_MAX)
+
+    def present(self) -> list[Member]:
+        return [member for member in self.by_peer.values() if member.stream_up]
+
+    def forget_absent(self) -> None:
+        """Drop members that left long ago."""
+        limit = time.monotonic() - ABSENT_KEPT_S
+        for peer in [p for p, m in self.by_peer.items() if m.lost_s is not None and m.lost_s < limit]:
+            del self.by_peer[peer]
+
+    async def _handle(self, stream: Stream) -> None:
+        try:
+            with trio.fail_after(limits.MEMBER_HELLO_SECONDS_MAX):
+                hello = decode_from_worker(await read_frame(stream, limits.MEMBER_FRAME))
+            if not isinstance(hello, Hello):
+                raise PeerMistake("a worker begins with a hello")
+        except PeerMistake as mistake:
+            self.refused += 1
+            _log.warning("member.refused", peer=stream.peer, error=mistake.message)
+            await stream.reset()
+            return
+        if (refusal := self._refusal(stream.peer, hello)) is not None:
+            self.refused += 1
+            _log.warning("member.refused", peer=stream.peer, name=hello.name, error=refusal.message)
+            with trio.fail_after(limits.SEND_SECONDS_MAX):
+                await stream.send(encode(Refuse(refusal)))
+            return
+        await self._stay(stream, hello)
+
+    def _refusal(self, peer: PeerId, hello: Hello) -> SwarmError | None:
+        if hello.wire != WIRE_VERSION:
+            return UsageError(
+                f"this leader speaks wire version {WIRE_VERSION}, the worker {hello.wire} (swarmnode {hello.version})",
+                hint="Install the same version of swarmnode on both.",
+            )
+        if peer not in self.by_peer and len(self.by_peer) >= MEMBERS_MAX:
+            return UsageError(f"this leader serves at most {MEMBERS_MAX} workers")
+        return None
+
+    async def _stay(self, stream: Stream, hello: Hello) -> None:
+        """One membership, until its stream breaks."""
+        old = self.by_peer.get(stream.peer)
+        if old is not None and old.stream_up:  # it came back before its old stream was given up
+            self._end(old, "it joined again")
+        send, receive = trio.open_memory_channel[FromLeader](OUTBOX_MAX)
+        member = Member(stream.peer, hello, time.monotonic(), send)
+        self.by_peer[stream.peer] = member
+        _log.info("member.joined", peer=member.peer, name=member.name, backend=hello.backend)
+        self.watch.watch(stream.peer)
+        reason = "it closed the connection"
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._write, stream, receive)
+                self._on_join(member)
+                await self._read(stream, member)
+        except* NetworkError as errors:
+            reason = str(errors.exceptions[0]) or reason
+        except* PeerMistake as errors:
+            reason = f"it broke the protocol: {errors.exceptions[0]}"
+        except* trio.TooSlowError:
+            reason = "it takes no messages"
+        finally:
+            self._end(member, reason)
+            await stream.reset()
+
+    def _end(self, member: Member, reason: str) -> None:
+        if not member.stream_up:
+            return
+        member.stream_up = False
+        member.lost_s = time.monotonic()
+        member.outbox.close()
+        if self.by_peer.get(member.peer) is member:
+            self.watch.unwatch(member.peer)
+        if member.link is not None:
+            member.link.fail("disconnected", reason)
+        _log.warning("member.left", peer=member.peer, name=member.name, reason=reason)
+        self._on_leave(member)
+
+    async def _read(self, stream: Stream, member: Member) -> None:
+        while member.stream_up:
+            message = decode_from_worker(await read_frame(stream, limits.MEMBER_FRAME))
+            if not isinstance(message, Progress):
+                raise PeerMistake("a worker says hello once")
+            member.progress = message
+            self._on_progress(member, message)
+
+    async def _write(self, stream: Stream, receive: trio.MemoryReceiveChannel[FromLeader]) -> None:
+        async for message in receive:
+            with trio.fail_after(limits.SEND_SECONDS_MAX):
+                await stream.send(encode(message))
+        await stream.reset()  # the outbox was closed: the stay is over
+
+    def _on_state(self, peer: PeerId, state: PeerState) -> None:
+        """Pings: two seconds of silence fail what is open with this peer; it is back as soon as it answers again."""
+        member = self.by_peer.get(peer)
+        if member is None or not member.stream_up:
+            return
+        if state == PeerState.FAILED:
+            member.silent = True
+            if member.link is not None:
+                member.link.fail("suspended", "its pings stay unanswered")
+            self._on_speech(member)
+        elif state == PeerState.ALIVE and member.silent:
+            member.silent = False
+            self._on_speech(member)

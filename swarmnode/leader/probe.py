@@ -1,0 +1,156 @@
+"""The probe that comes before trust: every held expert of every layer, named and compared.
+
+For each layer the worker gets one ordinary dispatch that names all the experts it holds, and its rows are compared with
+this node's own computation from the model's file. Only then does an epoch begin, and only then is the swarm ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import trio
+
+from backends.device import Device
+from backends.experts import F32, GgmlExperts
+from backends.manifest import ExpertSource, LayerExperts, Manifest
+from capabilities.agreement import Agreement, compare, within_tolerance
+from capabilities.errors import ExpertsUnavailable, SwarmError
+from scheduler.dispatch import deadline_s
+from swarmnode.expert_messages import dispatch_rows_max
+from swarmnode.leader.link import Answer, PeerLink
+from swarmnode.local_experts import load_layer
+
+REMEMBERED_BYTES_MAX: Final = 64 << 20  # expected rows kept for workers that come back
+_SEED: Final = 20_231
+
+
+class ProbeReference:
+    """What the experts of a model answer to the probe's activations, computed here and remembered within a bound."""
+
+    def __init__(self, manifest: Manifest, source: ExpertSource, device: Device) -> None:
+        self._manifest = manifest
+        self._source = source
+        self._device = device
+        self._rows: dict[tuple[int, int], F32] = {}
+        self._limiter = trio.CapacityLimiter(1)
+
+    def activations(self, layer: LayerExperts) -> F32:
+        """The probe's input row of a layer [1, n_in]."""
+        return np.random.default_rng([_SEED, layer.layer]).standard_normal((1, layer.n_in), np.float32)
+
+    async def expected(self, layer: LayerExperts, experts: Sequence[int]) -> F32:
+        """Rows [len(experts), n_out]."""
+        keys = [(layer.layer, expert) for expert in experts]
+        if not all(key in self._rows for key in keys):
+            rows = await trio.to_thread.run_sync(self._compute, layer, experts, limiter=self._limiter)
+            if (len(self._rows) + len(keys)) * layer.n_out * 4 > REMEMBERED_BYTES_MAX:
+                return rows
+            self._rows.update(zip(keys, rows, strict=True))
+        return np.stack([self._rows[key] for key in keys])
+
+    def _compute(self, layer: LayerExperts, experts: Sequence[int]) -> F32:
+        backend = GgmlExperts(self._device)
+        try:
+            load_layer(backend, self._manifest, layer.layer, experts, self._source)
+            ids = np.array(experts, np.int32)
+            return backend.compute(layer.layer, self.activations(layer), np.zeros(len(ids), np.int32), ids)
+        finally:
+            backend.close()
+
+
+async def probe(
+    link: PeerLink,
+    reference: ProbeReference,
+    manifest: Manifest,
+    held: Mapping[int, Sequence[int]],
+    *,
+    term: int,
+    epoch: int,
+) -> Agreement:
+    """Compare every held expert of every layer; the worst agreement over all of them.
+
+    Raises:
+        ExpertsUnavailable: the worker did not answer, or computes another function; it names the layer and experts.
+    """
+    worst = Agreement(True, 0.0, 0.0, 0.0, 1.0)
+    for number, experts in held.items():
+        layer = manifest.experts_of(number)
+        step = dispatch_rows_max(layer.n_out)
+        for start in range(0, len(experts), step):
+            some = experts[start : start + step]
+            rows = await _ask(link, layer, reference.activations(layer), some, term, epoch)
+            agreement = compare(rows, await reference.expected(layer, some))
+            if not within_tolerance(agreement, frozenset(tensor.type for tensor in layer.tensors)):
+                raise ExpertsUnavailable(
+                    f"peer {link.name} computes something else than layer {number} of the model: its rows differ by"
+                    f" {agreement.median_relative_l2:.2g} (median relative L2) and"
+                    f" {agreement.worst_relative_l2:.2g} at worst",
+                    hint="Compare its version and model with the leader's; it gets no work until the probe passes.",
+                    layer=number,
+                    experts=list(some),
+                    peer=str(link.peer),
+                    cause="bad_reply",
+                )
+            worst = _worse(worst, agreement)
+    return worst
+
+
+def _worse(a: Agreement, b: Agreement) -> Agreement:
+    return Agreement(
+        a.bit_identical and b.bit_identical,
+        max(a.max_abs_diff, b.max_abs_diff),
+        max(a.median_relative_l2, b.median_relative_l2),
+        max(a.worst_relative_l2, b.worst_relative_l2),
+        min(a.min_cosine, b.min_cosine),
+    )
+
+
+async def _ask(
+    link: PeerLink, layer: LayerExperts, x: F32, experts: Sequence[int], term: int, epoch: int
+) -> F32:
+    """One dispatch outside any request, and its rows."""
+    answers: list[Answer] = []
+    arrived = trio.Event()
+
+    def on_answer(answer: Answer) -> None:
+        answers.append(answer)
+        arrived.set()
+
+    ids = np.array(experts, np.int32)
+    sequence = link.send(
+        term=term,
+        epoch=epoch,
+        layer=layer.layer,
+        x=x,
+        tokens=np.zeros(len(ids), np.int32),
+        experts=ids,
+        n_out=layer.n_out,
+        ask_f32=False,
+        on_answer=on_answer,
+    )
+    nbytes = x.nbytes + 4 * layer.n_out * len(ids)
+    with trio.move_on_after(deadline_s(len(ids), nbytes, link.rate.rows_per_s)):
+        await arrived.wait()
+    if not answers:
+        link.give_up(sequence)
+        raise ExpertsUnavailable(
+            f"peer {link.name} did not answer the probe of layer {layer.layer} in time",
+            layer=layer.layer,
+            experts=list(experts),
+            peer=str(link.peer),
+            cause="timeout",
+        )
+    answer = answers[0]
+    if isinstance(answer, SwarmError):
+        raise answer
+    if not np.isfinite(answer).all():
+        raise ExpertsUnavailable(
+            f"peer {link.name} answered values that are not finite for layer {layer.layer}",
+            layer=layer.layer,
+            experts=list(experts),
+            peer=str(link.peer),
+            cause="bad_reply",
+        )
+    return answer

@@ -1,0 +1,213 @@
+"""The leader's side of prompts: text to tokens, a request to the engine, its effects back to whoever asked.
+
+`PromptService.answer` serves the leader's own command line and remote askers alike: it yields replies until the last.
+Leaving it in any way (the asker's stream broke, Ctrl-C) cancels the request in the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import structlog
+import trio
+
+from backends.vocabulary import Vocabulary
+from capabilities.errors import NotReady, Overloaded, PeerMistake, SwarmError, UsageError
+from scheduler.requests import Effect, FailedEffect, FinishedEffect, QueuedEffect, Request, TokenEffect
+from swarmnode import limits
+from swarmnode.leader.engine import DecodeEngine
+from swarmnode.net.interface import Network, NetworkError, Stream
+from swarmnode.prompt_messages import (
+    PROTOCOL,
+    Alive,
+    Ask,
+    Done,
+    Failed,
+    Queued,
+    Reply,
+    Token,
+    decode_ask,
+    encode_reply,
+)
+from swarmnode.wire import read_frame
+
+_log = structlog.get_logger(__name__)
+
+EFFECTS_MAX: Final = 4096  # replies that wait for a slow asker; beyond, its request ends as overloaded
+_INLINE_TOKENIZE_CHARS: Final = 4096  # tokenising more goes to a thread
+
+
+@dataclass
+class PromptStatistics:
+    accepted: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    tokens: int = 0
+
+
+class PromptService:
+    """Requests of all askers. `ready` tells why none can be served now, or None."""
+
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        vocabulary: Vocabulary,
+        context_tokens: int,
+        deadline_s: float,
+        ready: Callable[[], NotReady | None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        self.statistics = PromptStatistics()
+        self._engine = engine
+        self._vocabulary = vocabulary
+        self._context_tokens = context_tokens
+        self._deadline_s = deadline_s
+        self._ready = ready
+        self._on_end = on_end
+        self._tokenizing = trio.CapacityLimiter(1)
+
+    def register(self, network: Network) -> None:
+        network.serve(PROTOCOL, self._handle, max_streams_per_peer=limits.PROMPT_STREAMS_PER_PEER_MAX)
+
+    # -- one request --------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def answer(self, ask: Ask, asker: str) -> AsyncIterator[AsyncIterator[Reply]]:
+        """`async with service.answer(ask, asker) as replies: async for reply in replies: ...`; the last one ends it."""
+        log = _log.bind(request_id=ask.request_id, asker=asker)
+        send, receive = trio.open_memory_channel[Reply](EFFECTS_MAX)
+        submitted = False
+        try:
+            try:
+                request = await self._request(ask)
+                self._engine.submit(request, _Sink(send))
+                submitted = True
+                self.statistics.accepted += 1
+                log.info("request.begin", role="leader", prompt_tokens=len(request.prompt_tokens))
+            except SwarmError as error:
+                self.statistics.failed += 1
+                log.info("request.refused", role="leader", error=error.type)
+                send.send_nowait(Failed(error))
+            async with aclosing(self._replies(receive, log)) as replies:
+                yield replies
+        finally:
+            if submitted:
+                self._engine.cancel(ask.request_id, "the asker went away")
+                self._on_end(ask.request_id)
+            send.close()
+
+    async def _request(self, ask: Ask) -> Request:
+        if (reason := self._ready()) is not None:
+            raise reason
+        text = ask.prompt if ask.prompt is not None else self._vocabulary.render_chat(ask.messages)
+        if len(text) <= _INLINE_TOKENIZE_CHARS:
+            tokens = self._vocabulary.tokenize(text)
+        else:
+            tokens = await trio.to_thread.run_sync(self._vocabulary.tokenize, text, limiter=self._tokenizing)
+        if not tokens:
+            raise UsageError("the prompt is empty", hint="Give at least one word.")
+        room = max(0, self._context_tokens - len(tokens))
+        return Request(
+            id=ask.request_id,
+            prompt_tokens=tuple(tokens),
+            params=ask.params,
+            max_tokens=room if ask.max_tokens is None else ask.max_tokens,
+            stop=ask.stop,
+            deadline_s=min(self._deadline_s, ask.deadline_s or self._deadline_s),
+        )
+
+    async def _replies(self, receive: trio.MemoryReceiveChannel[Reply], log: Any) -> AsyncGenerator[Reply, None]:
+        ended = False
+        try:
+            while not ended:
+                reply: Reply = Alive()
+                with trio.move_on_after(limits.PROMPT_KEEPALIVE_SECONDS):
+                    reply = await receive.receive()
+                ended = self._count(reply, log)
+                yield reply
+        finally:
+            if not ended:
+                self.statistics.cancelled += 1
+                log.info("request.cancelled", role="leader")
+
+    def _count(self, reply: Reply, log: Any) -> bool:
+        """Keep the statistics; whether this reply is the last."""
+        match reply:
+            case Token():
+                self.statistics.tokens += 1
+            case Done(reason, _, usage, timings):
+                self.statistics.finished += 1
+                log.info(
+                    "request.end",
+                    role="leader",
+                    finish_reason=reason,
+                    completion_tokens=usage.completion_tokens,
+                    seconds=round(timings.queue_s + timings.prefill_s + timings.decode_s, 3),
+                )
+                return True
+            case Failed(error):
+                self.statistics.failed += 1
+                log.warning("request.failed", role="leader", error=error.to_json())
+                return True
+        return False
+
+    # -- remote askers ------------------------------------------------------------------------------------------
+
+    async def _handle(self, stream: Stream) -> None:
+        with trio.fail_after(limits.IDLE_STREAM_SECONDS_MAX):
+            frame = await read_frame(stream, limits.PROMPT_REQUEST)
+        try:
+            ask = decode_ask(frame)
+        except SwarmError as error:
+            if isinstance(error, PeerMistake):
+                _log.warning("prompt.peer_mistake", peer=stream.peer, error=error.message)
+            await stream.send(encode_reply(Failed(error)))
+            return
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._until_gone, stream, nursery.cancel_scope)
+            async with self.answer(ask, str(stream.peer)) as replies:
+                async for reply in replies:
+                    with trio.fail_after(limits.SEND_SECONDS_MAX):
+                        await stream.send(encode_reply(reply))
+            nursery.cancel_scope.cancel()
+
+    async def _until_gone(self, stream: Stream, scope: trio.CancelScope) -> None:
+        """The asker sends nothing more: whatever the stream tells now is that it went away."""
+        try:
+            await stream.receive_exactly(1)
+        except NetworkError:
+            pass
+        scope.cancel()
+
+
+class _Sink:
+    """Turns the engine's effects into replies. Called on the event loop."""
+
+    def __init__(self, send: trio.MemorySendChannel[Reply]) -> None:
+        self._send = send
+        self._full = False
+
+    def __call__(self, effect: Effect) -> None:
+        reply: Reply
+        match effect:
+            case QueuedEffect(_, position):
+                reply = Queued(position)
+            case TokenEffect(_, index, token, text, _):
+                reply = Token(index, token, text)
+            case FinishedEffect(_, reason, text, usage, timings):
+                reply = Done(reason, text, usage, timings)
+            case FailedEffect(_, error):
+                reply = Failed(error)
+        if self._full:
+            return
+        try:
+            if self._send.statistics().current_buffer_used >= EFFECTS_MAX - 1:
+                self._full = True
+                reply = Failed(Overloaded("the asker reads too slowly"))
+            self._send.send_nowait(reply)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass

@@ -1,0 +1,246 @@
+"""The leader of a swarm: members, one active model, placement, prompts.
+
+Workers may join before there is a model. Once one is active its trunk is loaded, its MoE layers are learned again and
+compared with the manifest, and the decode thread starts; placement follows as soon as workers are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import structlog
+import trio
+
+from backends.device import Device
+from backends.llama import LlamaModel, LlamaSettings
+from backends.manifest import Manifest
+from backends.moe_hook import LearnedLayer, LearningHook, ServingHook
+from capabilities.errors import BadModelFile, NotReady, SwarmError
+from scheduler.answer import Vocabulary
+from scheduler.batching import Batcher
+from swarmnode.config import Config
+from swarmnode.durable import next_counter
+from swarmnode.leader.engine import DecodeEngine
+from swarmnode.leader.members import Member, Members
+from swarmnode.leader.placer import Placer, PlacerSettings
+from swarmnode.leader.probe import ProbeReference
+from swarmnode.leader.prompts import PromptService
+from swarmnode.leader.remote_experts import RemoteExperts
+from swarmnode.member_messages import Progress
+from swarmnode.models import Models, OpenModel
+from swarmnode.net.interface import Network
+from swarmnode.prompt_messages import Ask, Failed, Reply
+
+_log = structlog.get_logger(__name__)
+
+_LEARN_TOKENS: Final = 3
+
+
+@dataclass(eq=False)
+class ActiveModel:
+    """Everything that serves one model."""
+
+    open: OpenModel
+    model: LlamaModel
+    engine: DecodeEngine
+    remote: RemoteExperts
+    placer: Placer
+    prompts: PromptService
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.open.manifest
+
+
+class Leader:
+    """Run `run` in a nursery. `reason` says why no model is active yet."""
+
+    def __init__(self, network: Network, models: Models, config: Config, threads: int, term_file: Path) -> None:
+        self.term = next_counter(term_file)
+        self.active: ActiveModel | None = None
+        self.opened: OpenModel | None = None
+        self.reason = "a model to serve: `swarmctl model add FILE`"
+        self.members = Members(network, self._joined, self._progressed, self._left, self._spoke)
+        self._network = network
+        self._models = models
+        self._config = config
+        self._threads = threads
+        self._models_changed = trio.Event()
+        self.members.register()
+
+    # -- what others ask ----------------------------------------------------------------------------------------
+
+    @property
+    def leader(self) -> str | None:
+        return str(self._network.peer_id)
+
+    def refusal(self) -> NotReady | None:
+        """Why no prompt can be served now, or None."""
+        if self.active is None:
+            return NotReady(f"the swarm is not ready: it waits for {self.reason}")
+        return self.active.placer.refusal()
+
+    @asynccontextmanager
+    async def replies(self, ask: Ask) -> AsyncIterator[AsyncIterator[Reply]]:
+        """Answer a prompt of this node's own user (asker.Asker)."""
+        if self.active is None:
+            refusal = self.refusal()
+            assert refusal is not None
+            yield _one(Failed(refusal))
+            return
+        async with self.active.prompts.answer(ask, str(self._network.peer_id)) as replies:
+            yield replies
+
+    def models_changed(self) -> None:
+        """A model was added or removed."""
+        self._models_changed.set()
+
+    def is_active(self, name: str) -> bool:
+        return self.active is not None and self.active.manifest.name == name
+
+    # -- the loop -----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.members.watch.run)
+            opened = await self._wait_for_model()
+            try:
+                await self._serve(opened)
+            finally:
+                opened.close()
+
+    async def _wait_for_model(self) -> OpenModel:
+        while True:
+            self._models_changed = trio.Event()
+            try:
+                return await trio.to_thread.run_sync(self._choose)
+            except SwarmError as error:
+                if error.message != self.reason:
+                    _log.info("leader.no_model", reason=error.message)
+                self.reason = error.message
+            await self._models_changed.wait()
+
+    def _choose(self) -> OpenModel:
+        names, wanted = self._models.names(), self._config.leader.model
+        if wanted:
+            return self._models.open(wanted)
+        if not names:
+            raise NotReady("a model to serve: `swarmctl model add FILE`")
+        if len(names) > 1:
+            raise NotReady(f"a choice: leader.model names one of {', '.join(names)} in the configuration")
+        return self._models.open(names[0])
+
+    async def _serve(self, opened: OpenModel) -> None:
+        manifest, config = opened.manifest, self._config.leader
+        self.opened = opened
+        self.reason = f"the trunk of {manifest.name} to load"
+        remote = RemoteExperts(manifest.layers, trio.lowlevel.current_trio_token())
+        try:
+            model = await trio.to_thread.run_sync(self._load_trunk, opened, remote)
+        except SwarmError as error:
+            self.reason = f"a usable model: {error.message}"
+            _log.error("leader.model_refused", model=manifest.name, error=error.to_json())
+            await trio.sleep_forever()
+        batcher = Batcher(
+            config.parallel,
+            model.context_tokens,
+            max(config.batch_tokens, config.parallel),
+            config.queue_limit,
+            Vocabulary(model.vocabulary.n_vocab, model.vocabulary.piece, model.vocabulary.is_end),
+        )
+        engine = DecodeEngine(model, remote, batcher)
+        reference = ProbeReference(manifest, opened.served.source, Device(threads=self._threads))
+        settings = PlacerSettings(
+            self._config.swarm.workers_expected, self._config.swarm.settle_s, config.activations
+        )
+        placer = Placer(self._network, self.members, manifest, reference, remote, engine, settings, self.term)
+        prompts = PromptService(
+            engine,
+            model.vocabulary,
+            model.context_tokens,
+            config.request_deadline_s,
+            self.refusal,
+            remote.end_request,
+        )
+        self.active = ActiveModel(opened, model, engine, remote, placer, prompts)
+        engine.start()
+        prompts.register(self._network)
+        _log.info("leader.model_loaded", model=manifest.name, term=self.term, context_tokens=model.context_tokens)
+        try:
+            await placer.run()
+        finally:
+            with trio.CancelScope(shield=True):
+                await engine.stop()
+
+    def _load_trunk(self, opened: OpenModel, remote: RemoteExperts) -> LlamaModel:
+        """Load the trunk, and check that its layers are those of the manifest."""
+        config = self._config.leader
+        settings = LlamaSettings(
+            context_tokens=config.context_tokens,
+            sequences=config.parallel,
+            batch_tokens=max(config.batch_tokens, config.parallel),
+            threads=self._threads,
+            fast=config.fast,
+        )
+        learning = LearningHook()
+        model = LlamaModel(opened.trunk, settings, learning)
+        n = min(_LEARN_TOKENS, settings.batch_tokens)
+        tokens = np.arange(1, n + 1, dtype=np.int32) % model.vocabulary.n_vocab
+        model.decode(tokens, np.arange(n, dtype=np.int32), np.zeros(n, np.int32), np.ones(n, bool))
+        model.clear_all()
+        _check_layers(opened.manifest, learning.layers)
+        model.hook = ServingHook(learning.layers.values(), remote)
+        return model
+
+    # -- members ------------------------------------------------------------------------------------------------
+
+    def _joined(self, member: Member) -> None:
+        if self.active is not None:
+            self.active.placer.joined(member)
+
+    def _progressed(self, member: Member, progress: Progress) -> None:
+        if self.active is not None:
+            self.active.placer.progressed(member, progress)
+
+    def _left(self, member: Member) -> None:
+        if self.active is not None:
+            self.active.placer.left(member)
+
+    def _spoke(self, member: Member) -> None:
+        if self.active is not None:
+            self.active.placer.spoke(member)
+
+    def statistics(self) -> dict[str, Any]:
+        """Requests and tokens since the start, for `status`."""
+        if self.active is None:
+            return {"running": 0, "waiting": 0, "accepted": 0, "finished": 0, "failed": 0, "cancelled": 0, "tokens": 0}
+        s, b = self.active.prompts.statistics, self.active.engine.statistics().batcher
+        return {
+            "running": b.running,
+            "waiting": b.waiting,
+            "accepted": s.accepted,
+            "finished": s.finished,
+            "failed": s.failed,
+            "cancelled": s.cancelled,
+            "tokens": s.tokens,
+        }
+
+
+def _check_layers(manifest: Manifest, learned: dict[int, LearnedLayer]) -> None:
+    """The trunk must dispatch exactly what the manifest says: the programs are what workers run."""
+    for layer in manifest.layers:
+        found = learned.get(layer.layer)
+        if found is None or found.program.to_bytes() != manifest.programs[layer.program]:
+            raise BadModelFile(
+                f"layer {layer.layer} of the trunk does not match the manifest of {manifest.name}",
+                hint="Remove the model and add it again: it was added by another version.",
+            )
+
+
+async def _one(reply: Reply) -> AsyncIterator[Reply]:
+    yield reply

@@ -1,0 +1,194 @@
+"""The models that this node knows: one folder each, made by a child process and read here.
+
+A model's own files stay where they are; the folder has its trunk, its manifest and where the source is. A source that
+changed since (size or time) is an error that says so, never different numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+import trio
+
+from backends.add_model import MANIFEST, SOURCE, TRUNK, summary
+from backends.child import LINE_BYTES_MAX, parse_line, verdict_of_death
+from backends.expert_source import GGUFExpertSource
+from backends.gguf_file import GGUFFile
+from backends.manifest import Manifest
+from capabilities.errors import BadModelFile, Internal, ModelNotFound, PeerMistake, SwarmError, UsageError
+from swarmnode.shards.service import ServedModel
+
+_log = structlog.get_logger(__name__)
+
+MODELS_MAX: Final = 64
+ADD_SECONDS_MAX: Final = 6 * 3600.0
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+OnProgress = Callable[[str, int, int], None]
+
+
+@dataclass(eq=False)
+class OpenModel:
+    """A model that is served: its manifest, where its trunk is, and its experts' bytes."""
+
+    manifest: Manifest
+    trunk: Path
+    gguf: GGUFFile
+    served: ServedModel
+
+    def close(self) -> None:
+        self.gguf.close()
+
+
+class Models:
+    """The folder of models. Methods block for some milliseconds unless they are async."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._adding: set[str] = set()
+
+    def names(self) -> list[str]:
+        if not self._folder.is_dir():
+            return []
+        return sorted(p.name for p in self._folder.iterdir() if (p / MANIFEST).is_file() and _NAME.fullmatch(p.name))
+
+    def manifest(self, name: str) -> Manifest:
+        """The manifest of a model.
+
+        Raises:
+            ModelNotFound: there is no such model, or its folder is damaged.
+        """
+        known = self.names()
+        if name not in known:
+            raise ModelNotFound(f"there is no model {name!r} here; known: {', '.join(known) or 'none'}")
+        try:
+            return Manifest.from_bytes((self._folder / name / MANIFEST).read_bytes())
+        except PeerMistake as error:
+            raise ModelNotFound(f"the manifest of {name} is damaged: {error.message}", hint="Add it again.") from None
+
+    def summaries(self) -> list[dict[str, Any]]:
+        return [self.show(name) for name in self.names()]
+
+    def show(self, name: str) -> dict[str, Any]:
+        """What `model show` prints; `fault` tells if the source is missing or changed."""
+        fault: str | None = None
+        files: list[dict[str, Any]] = []
+        manifest = self.manifest(name)
+        try:
+            files = self._files(name)
+            self._check_source(name, files)
+        except SwarmError as error:
+            fault = error.message
+        return {**summary(manifest), "files": [f.get("path") for f in files], "fault": fault}
+
+    def open(self, name: str) -> OpenModel:
+        """Open a model to serve it.
+
+        Raises:
+            ModelNotFound: no such model.
+            BadModelFile: its source is missing or changed.
+        """
+        manifest = self.manifest(name)
+        files = self._files(name)
+        self._check_source(name, files)
+        gguf = GGUFFile.open(Path(files[0]["path"]))
+        served = ServedModel(manifest, manifest.to_bytes(), GGUFExpertSource(gguf, manifest))
+        return OpenModel(manifest, self._folder / name / TRUNK, gguf, served)
+
+    def _files(self, name: str) -> list[dict[str, Any]]:
+        try:
+            files = json.loads((self._folder / name / SOURCE).read_text())["files"]
+            return [{"path": str(f["path"]), "size": int(f["size"]), "mtime_ns": int(f["mtime_ns"])} for f in files]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelNotFound(f"the folder of model {name} is damaged: {error}", hint="Add it again.") from None
+
+    def _check_source(self, name: str, files: list[dict[str, Any]]) -> None:
+        for file in files:
+            try:
+                status = Path(file["path"]).stat()
+            except OSError as error:
+                raise BadModelFile(
+                    f"the file of model {name} cannot be read: {file['path']} ({error.strerror})",
+                    hint="Put it back where it was, or remove the model and add it again.",
+                    path=file["path"],
+                ) from None
+            if (status.st_size, status.st_mtime_ns) != (file["size"], file["mtime_ns"]):
+                raise BadModelFile(
+                    f"the file of model {name} changed since it was added: {file['path']}",
+                    hint="Remove the model and add it again, so that its hashes are right.",
+                    path=file["path"],
+                )
+
+    def remove(self, name: str) -> None:
+        """Forget a model: its trunk and manifest. Its own files stay."""
+        self.manifest(name)
+        shutil.rmtree(self._folder / name)
+
+    async def add(self, path: Path, name: str | None, progress: OnProgress) -> dict[str, Any]:
+        """Add a model in a child process; returns its summary.
+
+        Raises:
+            BadModelFile, UnsupportedModel: the file is broken, or cannot be split.
+            UsageError: the name is taken or no name.
+        """
+        chosen = self._choose_name(path, name)
+        self._adding.add(chosen)
+        try:
+            command = [sys.executable, "-m", "backends.add_model", str(path.absolute()), str(self._folder / chosen), chosen]
+            return await run_child(command, path.name, progress)
+        finally:
+            self._adding.discard(chosen)
+
+    def _choose_name(self, path: Path, name: str | None) -> str:
+        stem = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
+        chosen = name or re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:63] or "model"
+        if not _NAME.fullmatch(chosen):
+            raise UsageError(f"{chosen!r} is no name for a model", hint="Use letters, digits, dots and dashes.")
+        if chosen in self._adding or chosen in self.names():
+            raise UsageError(f"there is a model {chosen} already", hint="Choose another one with --name, or remove it first.")
+        if len(self.names()) >= MODELS_MAX:
+            raise UsageError(f"this node knows {MODELS_MAX} models already", hint="Remove one first.")
+        return chosen
+
+
+async def run_child(command: list[str], file: str, progress: OnProgress) -> dict[str, Any]:
+    """Run a child process that speaks backends/child.py; its result, or its error raised.
+
+    Cancelling ends the child.
+    """
+    outcome: dict[str, Any] = {}
+    with trio.fail_after(ADD_SECONDS_MAX):
+        async with trio.open_nursery() as nursery:
+            process: trio.Process = await nursery.start(
+                lambda task_status=trio.TASK_STATUS_IGNORED: trio.run_process(
+                    command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False, task_status=task_status
+                )
+            )
+            buffer = b""
+            assert process.stdout is not None
+            async for chunk in process.stdout:
+                *lines, buffer = (buffer + chunk).split(b"\n")
+                if len(buffer) > LINE_BYTES_MAX:
+                    buffer = b""
+                for line in lines:
+                    message = parse_line(line)
+                    if isinstance(step := message.get("progress"), list) and len(step) == 3:
+                        progress(str(step[0]), int(step[1]), int(step[2]))
+                    elif "result" in message or "error" in message:
+                        outcome = message
+    if "result" in outcome:
+        result: dict[str, Any] = outcome["result"]
+        return result
+    if "error" in outcome:
+        raise SwarmError.from_json(outcome["error"])
+    status = process.returncode
+    raise verdict_of_death(status, file) if status else Internal(f"adding {file} ended without a result")

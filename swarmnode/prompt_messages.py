@@ -1,0 +1,242 @@
+"""/swarmnode/prompt/1: one stream a request, from any peer to the leader.
+
+    asker   ask      parameters in the header, the text as a JSON payload: {"prompt"} or {"messages"}
+    leader  queued   its place in the queue, at every change; 0 = it runs
+    leader  token    index and id in the header, the text that became safe to show as payload
+    leader  alive    once a second when nothing else is sent, so that an asker tells a queue from a dead leader
+    leader  done     finish reason, usage, timings; the rest of the text as payload
+    leader  error    a typed error
+
+The asker draws a missing seed, so that a request can be repeated; it cancels by closing its stream.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from capabilities.errors import PeerMistake, SwarmError, UsageError
+from scheduler.requests import Timings, Usage
+from scheduler.sampling import SamplingParams
+from scheduler.text_stream import check_stops
+from swarmnode import limits
+from swarmnode.wire import Fields, Frame, bounded_error, encode_frame
+
+PROTOCOL: Final = "/swarmnode/prompt/1"
+MESSAGES_MAX: Final = 1024
+ROLES: Final = ("system", "user", "assistant", "tool")
+
+Message = dict[str, str]
+
+
+def new_request_id() -> str:
+    """A fresh request id: it stands in the log of every peer that works on the request."""
+    return f"req-{secrets.token_hex(8)}"
+
+
+def new_seed() -> int:
+    return secrets.randbits(63)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A prompt and how to answer it. Exactly one of `prompt` (taken as it is) and `messages` (a chat) is given.
+
+    `max_tokens` None: as many as the context holds. `seed` is always there: the asker draws one.
+    """
+
+    request_id: str
+    params: SamplingParams
+    prompt: str | None = field(default=None, repr=False)
+    messages: tuple[Message, ...] = field(default=(), repr=False)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = field(default=(), repr=False)
+    deadline_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (not self.messages):
+            raise UsageError("a request has either a prompt or messages")
+        if len(self.messages) > MESSAGES_MAX:
+            raise UsageError(f"a conversation has at most {MESSAGES_MAX} messages")
+        for message in self.messages:
+            if set(message) != {"role", "content"} or not all(isinstance(v, str) for v in message.values()):
+                raise UsageError("each message has a role and a content, both texts")
+            if message["role"] not in ROLES:
+                raise UsageError(f"a message's role is one of {', '.join(ROLES)}")
+        if self.max_tokens is not None and not 0 <= self.max_tokens <= limits.MAX_TOKENS_MAX:
+            raise UsageError(f"max_tokens must be between 0 and {limits.MAX_TOKENS_MAX}, not {self.max_tokens}")
+        check_stops(self.stop)
+
+    def text_bytes(self) -> bytes:
+        """The text as a payload.
+
+        Raises:
+            UsageError: it is longer than a request may be.
+        """
+        text: Any = {"prompt": self.prompt} if self.prompt is not None else {"messages": list(self.messages)}
+        data = json.dumps({**text, "stop": list(self.stop)}, ensure_ascii=False).encode("utf-8", errors="replace")
+        if len(data) > limits.REQUEST_TEXT_BYTES_MAX:
+            raise UsageError(
+                f"the request has {len(data)} bytes of text; at most {limits.REQUEST_TEXT_BYTES_MAX}",
+                hint="Shorten the prompt.",
+            )
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    index: int
+    token: int
+    text: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    finish_reason: Literal["stop", "length"]
+    text: str = field(repr=False)
+    usage: Usage
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    error: SwarmError
+
+
+Reply = Queued | Token | Alive | Done | Failed
+
+_PARAM_KEYS: Final = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty")
+
+
+def encode_ask(ask: Ask) -> bytes:
+    p = ask.params
+    header: dict[str, Any] = {"kind": "ask", "id": ask.request_id, "top_k": p.top_k, "seed": p.seed}
+    header.update({key: float(getattr(p, key)) for key in _PARAM_KEYS})
+    if ask.max_tokens is not None:
+        header["max_tokens"] = ask.max_tokens
+    if ask.deadline_s is not None:
+        header["deadline_s"] = ask.deadline_s
+    return encode_frame(header, ask.text_bytes())
+
+
+def decode_ask(frame: Frame) -> Ask:
+    """What a peer asks.
+
+    Raises:
+        PeerMistake: the frame is no request.
+        UsageError: it is one, with values that cannot be served.
+    """
+    fields = Fields(frame.header, "ask")
+    if fields.text("kind", 16) != "ask":
+        raise PeerMistake("a prompt stream begins with a request")
+    try:
+        text = json.loads(bytes(frame.payload))
+    except (ValueError, RecursionError):
+        raise PeerMistake("a request's text is no JSON") from None
+    if not isinstance(text, dict):
+        raise PeerMistake("a request's text is no JSON object")
+    prompt, messages, stop = text.get("prompt"), text.get("messages") or [], text.get("stop") or []
+    if not (prompt is None or isinstance(prompt, str)) or not isinstance(messages, list) or not isinstance(stop, list):
+        raise PeerMistake("a request's text has fields of the wrong kind")
+    if not all(isinstance(s, str) for s in stop) or not all(isinstance(m, dict) for m in messages):
+        raise PeerMistake("a request's text has fields of the wrong kind")
+    return Ask(
+        request_id=_request_id(fields),
+        params=SamplingParams(
+            top_k=fields.integer("top_k", 0, 2**31),
+            seed=fields.integer("seed", 0, 2**64 - 1),
+            temperature=fields.number("temperature", -1e9, 1e9),
+            top_p=fields.number("top_p", -1e9, 1e9),
+            min_p=fields.number("min_p", -1e9, 1e9),
+            frequency_penalty=fields.number("frequency_penalty", -1e9, 1e9),
+            presence_penalty=fields.number("presence_penalty", -1e9, 1e9),
+        ),
+        prompt=prompt,
+        messages=tuple(messages),
+        max_tokens=fields.integer("max_tokens", 0, limits.MAX_TOKENS_MAX) if fields.has("max_tokens") else None,
+        stop=tuple(stop),
+        deadline_s=fields.number("deadline_s", 0.001, 86_400) if fields.has("deadline_s") else None,
+    )
+
+
+def _request_id(fields: Fields) -> str:
+    request_id = fields.text("id", limits.REQUEST_ID_CHARS_MAX, 1)
+    if not all(c.isascii() and (c.isalnum() or c in "_.:-") for c in request_id):
+        raise PeerMistake("a request id holds other characters than letters, digits and _.:-")
+    return request_id
+
+
+def encode_reply(reply: Reply) -> bytes:
+    match reply:
+        case Queued(position):
+            return encode_frame({"kind": "queued", "position": position})
+        case Token(index, token, text):
+            return encode_frame({"kind": "token", "i": index, "t": token}, text.encode("utf-8", errors="replace"))
+        case Alive():
+            return encode_frame({"kind": "alive"})
+        case Done(reason, text, usage, timings):
+            header = {
+                "kind": "done",
+                "finish_reason": reason,
+                "prompt_tokens": usage.prompt_tokens,
+                "completion_tokens": usage.completion_tokens,
+                "queue_s": timings.queue_s,
+                "prefill_s": timings.prefill_s,
+                "decode_s": timings.decode_s,
+            }
+            return encode_frame(header, text.encode("utf-8", errors="replace"))
+        case Failed(error):
+            return encode_frame({"kind": "error", "error": bounded_error(error)})
+
+
+def decode_reply(frame: Frame) -> Reply:
+    """A leader's reply.
+
+    Raises:
+        PeerMistake: it is none.
+    """
+    fields = Fields(frame.header, "prompt reply")
+    match fields.text("kind", 16):
+        case "queued":
+            return Queued(fields.integer("position", 0, 2**31))
+        case "token":
+            return Token(fields.integer("i", 0, 2**31), fields.integer("t", 0, 2**31), _text(frame))
+        case "alive":
+            return Alive()
+        case "done":
+            reason = fields.text("finish_reason", 16)
+            if reason not in ("stop", "length"):
+                raise PeerMistake(f"an answer ended for the reason {reason!r}")
+            tokens = [fields.integer(key, 0, 2**31) for key in ("prompt_tokens", "completion_tokens")]
+            seconds = [fields.number(key, 0, 1e9) for key in ("queue_s", "prefill_s", "decode_s")]
+            return Done("stop" if reason == "stop" else "length", _text(frame), Usage(*tokens), Timings(*seconds))
+        case "error":
+            return Failed(fields.error("error"))
+        case kind:
+            raise PeerMistake(f"a prompt reply of kind {kind!r}")
+
+
+def _text(frame: Frame) -> str:
+    try:
+        return bytes(frame.payload).decode()
+    except UnicodeDecodeError:
+        raise PeerMistake("a reply's text is not UTF-8") from None
+
+
+def chat(prompt: str, system: str | None) -> tuple[Message, ...]:
+    """One question as a conversation."""
+    first: Sequence[Mapping[str, str]] = [] if system is None else [{"role": "system", "content": system}]
+    return (*map(dict, first), {"role": "user", "content": prompt})
