@@ -1,0 +1,76 @@
+"""Multiaddrs: what a peer's address names, and what this node's listened addresses mean to others.
+
+A node that listens on 0.0.0.0 must not tell others to dial 0.0.0.0, nor a bridge that only containers on this machine
+can reach. The wildcard is replaced by the machine's addresses, with the one that leads to the internet first.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+
+import psutil
+from libp2p.peer.id import ID
+from multiaddr import Multiaddr
+
+from swarmnode.net.interface import DialFailed, PeerId
+from swarmnode.net.tcp import tcp_target
+
+_ADDRESS_CHARS_MAX = 512
+_BRIDGES = ("docker", "br-", "virbr", "veth", "vmnet", "lxc", "cni", "podman")
+
+
+def parse_dial_address(text: str) -> tuple[PeerId, Multiaddr]:
+    """Peer and address of `/ip4/HOST/tcp/PORT/p2p/PEER`. Raises DialFailed."""
+    try:
+        if len(text) > _ADDRESS_CHARS_MAX:
+            raise ValueError("the address is too long")
+        address = Multiaddr(text)
+        tcp_target(address)
+        peer = address.value_for_protocol("p2p") if "/p2p/" in text else None
+        if not peer:
+            raise ValueError("the address must end in /p2p/ and the peer's id")
+        return PeerId(ID.from_string(peer).to_base58()), address
+    except Exception as error:  # the parsers raise whatever the text provokes
+        raise DialFailed(text, str(error)) from None
+
+
+def reachable(listened: Iterable[Multiaddr]) -> list[Multiaddr]:
+    """`listened` with every wildcard replaced by this machine's addresses, the most useful first, none twice."""
+    found: dict[str, Multiaddr] = {}
+    for address in listened:
+        host, port = tcp_target(address)
+        hosts = machine_addresses(ipv6=":" in host) if ipaddress.ip_address(host).is_unspecified else [host]
+        for each in hosts:
+            text = f"/{'ip6' if ':' in each else 'ip4'}/{each}/tcp/{port}"
+            found[text] = Multiaddr(text)
+    return list(found.values())
+
+
+def machine_addresses(*, ipv6: bool) -> list[str]:
+    """Addresses of the interfaces that are up: the way to the internet first, bridges of virtual networks, loopback."""
+    family = socket.AF_INET6 if ipv6 else socket.AF_INET
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    outward = _outward_address(family)
+    ranked: list[tuple[int, str]] = []
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family != family or name not in up or "%" in entry.address:
+                continue  # a link-local address means nothing without its interface, hence nothing to others
+            loopback = ipaddress.ip_address(entry.address).is_loopback
+            bridge = name.startswith(_BRIDGES)
+            rank = 0 if entry.address == outward else 3 if loopback else 2 if bridge else 1
+            ranked.append((rank, entry.address))
+    return [address for _, address in sorted(ranked)]
+
+
+def _outward_address(family: socket.AddressFamily) -> str | None:
+    """The source address of packets to the internet. Connecting a datagram socket sends nothing."""
+    target = ("2001:4860:4860::8888", 53) if family == socket.AF_INET6 else ("8.8.8.8", 53)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(target)
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
