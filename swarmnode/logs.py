@@ -20,6 +20,8 @@ from typing import Any, Literal, TextIO
 import structlog
 from structlog.contextvars import bound_contextvars as bound
 
+from swarmnode.printable import printable_line, printable_text
+
 __all__ = ["bound", "configure"]
 
 Event = MutableMapping[str, Any]
@@ -29,11 +31,6 @@ SECRET_KEYS = frozenset(
 )
 VALUE_CHARS_MAX = 500  # of one value; the longest legitimate ones are addresses and error messages
 EXCEPTION_CHARS_MAX = 20_000
-# C0 and C1 controls, and the characters that turn the direction of text: visible as escapes instead.
-_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))} | {
-    code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
-}
-_ESCAPES_BUT_LINES = {code: text for code, text in _ESCAPES.items() if chr(code) not in "\n\t"}
 
 
 def configure(
@@ -90,11 +87,11 @@ def _clean(_logger: Any, _method: str, event: Event) -> Event:
         if len(text) > VALUE_CHARS_MAX:
             text = f"{text[:VALUE_CHARS_MAX]}... ({len(text)} characters)"
         if text is not value or not text.isprintable():
-            event[key] = text.translate(_ESCAPES)
+            event[key] = printable_line(text)
     return event
 
 
 def _clean_exception(_logger: Any, _method: str, event: Event) -> Event:
     if isinstance(text := event.get("exception"), str):
-        event["exception"] = text[-EXCEPTION_CHARS_MAX:].translate(_ESCAPES_BUT_LINES)
+        event["exception"] = printable_text(text[-EXCEPTION_CHARS_MAX:])
     return event

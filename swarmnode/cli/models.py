@@ -1,0 +1,89 @@
+"""`swarmctl model ...`: which models this node knows, and whether one will run here at all."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from swarmnode.cli import common
+from swarmnode.cli.common import Settings, common_options, pass_settings
+from swarmnode.cli.progress import ProgressLine
+from swarmnode.control_client import Call, request
+
+FILE = click.Path(path_type=Path)
+
+
+@click.group()
+@common_options
+def model() -> None:
+    """Add, list, check and remove models."""
+
+
+@model.command()
+@click.argument("file", type=FILE)
+@click.option("--name", help="Name in the swarm. Default: the file's own.")
+@common_options
+@pass_settings
+def add(settings: Settings, file: Path, name: str | None) -> None:
+    """Make a model known from its GGUF file (any part of a split one), which stays where it is."""
+    params = {"path": str(file.absolute()), **({"name": name} if name else {})}
+    with Call(settings.socket, "model_add", params) as call, ProgressLine() as progress:
+        for event in call:
+            if event["event"] == "progress":
+                progress(str(event.get("step", "")), int(event.get("done", 0)), int(event.get("total", 0)))
+    common.print_result(settings, call.result)
+
+
+@model.command("list")
+@common_options
+@pass_settings
+def list_models(settings: Settings) -> None:
+    """List the models that this node knows."""
+    answer = request(settings.socket, "model_list", {})
+    if settings.json:
+        common.print_json(answer)
+    else:
+        from swarmnode.cli.render import print_models
+
+        print_models(answer)
+
+
+@model.command()
+@click.argument("name")
+@common_options
+@pass_settings
+def show(settings: Settings, name: str) -> None:
+    """Show a model's shape, hashes and sizes."""
+    common.print_result(settings, request(settings.socket, "model_show", {"name": name}))
+
+
+@model.command()
+@click.argument("name")
+@common_options
+@pass_settings
+def remove(settings: Settings, name: str) -> None:
+    """Forget a model and delete what was derived from it. Its own file stays."""
+    common.print_result(settings, request(settings.socket, "model_remove", {"name": name}))
+
+
+@model.command()
+@click.argument("file", type=FILE)
+@click.option("--workers", type=click.IntRange(1, 64), default=3, show_default=True, help="Over how many to split it.")
+@common_options
+@pass_settings
+def check(settings: Settings, file: Path, workers: int) -> int:
+    """Split a model over workers in one process and compare it with llama.cpp on the undivided one. Needs no daemon.
+
+    The exit status is 0 if prefill and decode are bit-identical, 1 if they differ or the model is not supported.
+    """
+    import trio
+
+    from swarmnode.models import run_child
+
+    command = [sys.executable, "-m", "swarmnode.model_check", str(file.absolute()), str(workers)]
+    with ProgressLine() as progress:
+        result = trio.run(run_child, command, file.name, progress)
+    common.print_result(settings, result)
+    return 0 if result["supported"] and result["bit_identical"] else common.EXIT_NO

@@ -1,0 +1,184 @@
+"""What people see of a daemon's answers: at most 80 columns, in colour only on a terminal.
+
+An answer may come from a daemon of another version, and it holds names that strangers chose. So whatever is missing
+shows as a dash, and no text reaches the terminal before it is made printable.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from swarmnode.printable import printable_line
+
+Json = Any
+COLUMNS = 80
+MISSING_SHOWN = 5
+ENTRIES_SHOWN = 8
+_NUMBERS = frozenset(("experts", "rtt ms", "layers", "size", "llama.cpp", "swarm", "ratio"))
+_WIDTHS = {"peer": (8, 12), "id": (8, 8), "roles": (6, 12), "state": (13, 13), "backend": (7, 8), "version": (7, 7)}
+_STATE_STYLES = {"ready": "green", "joining": "yellow", "loading": "yellow", "suspect": "red", "gone": "red"}
+
+
+def print_status(status: Mapping[str, Json]) -> None:
+    """Whether the swarm is ready and why not, the model and its coverage, this daemon, the requests, the peers."""
+    console = _console()
+    peers = [peer for peer in _list(status.get("peers")) if isinstance(peer, dict)]
+    names = {peer.get("peer_id"): peer.get("name") for peer in peers}
+    table = _fields_table()
+    ready = status.get("ready") is True
+    verdict = "ready" if ready else f"not ready: {_text(status.get('reason') or 'no reason given')}"
+    table.add_row("swarm", Text(verdict, style="bold green" if ready else "bold yellow"))
+    leader = status.get("leader")
+    table.add_row("leader", f"{_text(names.get(leader))} ({_short(leader)})" if leader else "none")
+    table.add_row("term, epoch", f"{_text(status.get('term'))}, {_text(status.get('epoch'))}")
+    table.add_row("model", _model(_dict(status.get("model"))))
+    requests = _dict(status.get("requests"))
+    table.add_row("requests", ", ".join(f"{_text(count)} {_text(kind)}" for kind, count in requests.items()) or "-")
+    table.add_row("this peer", _text(status.get("self")))
+    for address in _list(status.get("addresses"))[:ENTRIES_SHOWN]:
+        table.add_row("", _text(address))
+    console.print(table)
+    console.print()
+    console.print(_peers_table(peers))
+    for peer in peers:
+        if message := _dict(peer.get("error")).get("message"):
+            console.print(f"{_text(peer.get('name'))}: {_text(message)}")
+
+
+def _model(model: Mapping[str, Json]) -> str:
+    if not model:
+        return "none"
+    coverage = _dict(model.get("coverage"))
+    missing = _list(coverage.get("missing"))
+    name = f"{_text(model.get('name'))} ({_text(model.get('architecture'))})"
+    if not missing:
+        copies = coverage.get("min_copies")
+        return f"{name}, every expert has {_text(copies)} {'copy' if copies == 1 else 'copies'}" if copies else name
+    first = [f"{_text(_dict(one).get('layer'))}/{_text(_dict(one).get('expert'))}" for one in missing[:MISSING_SHOWN]]
+    more = ", ..." if len(missing) > MISSING_SHOWN else ""
+    return f"{name}, {len(missing)} experts missing (layer/expert {', '.join(first)}{more})"
+
+
+def _peers_table(peers: Iterable[Mapping[str, Json]]) -> Table:
+    table = _table("peer", "id", "roles", "state", "backend", "experts", "rtt ms", "version")
+    for peer in peers:
+        state = _text(peer.get("state"))
+        backends = [_text(_dict(one).get("name")) for one in _list(peer.get("backends"))]
+        rtt = peer.get("rtt_ms")
+        table.add_row(
+            _text(peer.get("name")),
+            _short(peer.get("peer_id")),
+            ",".join(_text(role) for role in _list(peer.get("roles"))) or "-",
+            Text(state + _loaded(_dict(peer.get("progress"))), style=_STATE_STYLES.get(state, "")),
+            ",".join(backends) or "-",
+            _text(peer.get("experts_held")),
+            f"{rtt:.1f}" if isinstance(rtt, int | float) else "-",
+            _text(peer.get("version")),
+        )
+    return table
+
+
+def _loaded(loading: Mapping[str, Json]) -> str:
+    done, total = loading.get("done_bytes"), loading.get("total_bytes")
+    if not isinstance(done, int) or not isinstance(total, int) or not 0 <= done < total:
+        return ""
+    return f" {done * 100 // total} %"
+
+
+def print_models(answer: Mapping[str, Json]) -> None:
+    """The models that a node knows, one a row."""
+    models = [model for model in _list(answer.get("models")) if isinstance(model, dict)]
+    if not models:
+        _console().print("No models. `swarmctl model add FILE` makes one known.")
+        return
+    table = _table("model", "architecture", "layers", "experts", "size", "state")
+    for model in models:
+        trunk, experts = model.get("trunk_bytes"), model.get("expert_bytes")
+        table.add_row(
+            *(_text(model.get(key)) for key in ("name", "architecture", "moe_layers", "experts")),
+            f"{(trunk + experts) / 2**30:.2f} GiB" if isinstance(trunk, int) and isinstance(experts, int) else "-",
+            "unusable" if model.get("fault") else "active" if model.get("active") else "-",
+        )
+    _console().print(table)
+    for model in models:
+        if fault := model.get("fault"):
+            _console().print(_text(fault))
+
+
+def print_bench(result: Mapping[str, Json]) -> None:
+    """Swarm against undivided llama.cpp, then the swarm's costs."""
+    table = _table("tokens/s", "llama.cpp", "swarm", "ratio")
+    for key, label in (("prefill_tokens_per_s", "prefill"), ("decode_tokens_per_s", "decode")):
+        one, swarm = _dict(result.get("llama_cpp")).get(key), _dict(result.get("swarm")).get(key)
+        ratio = f"{swarm / one:.2f}" if one and swarm else "-"
+        table.add_row(label, _number(one), _number(swarm), ratio)
+    _console().print(table)
+    print_fields({key: value for key, value in result.items() if key not in ("llama_cpp", "swarm")})
+
+
+def print_fields(value: Mapping[str, Json]) -> None:
+    """Any answer as `key  value` lines. Long lists show their length."""
+    table = _fields_table()
+    for key, item in value.items():
+        table.add_row(_text(key).replace("_", " "), _summary(item))
+    _console().print(table)
+
+
+def _summary(value: Json) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{_text(key)} {_summary(item)}" for key, item in list(value.items())[:ENTRIES_SHOWN])
+    if isinstance(value, list):
+        return ", ".join(map(_summary, value)) or "none" if len(value) <= ENTRIES_SHOWN else f"{len(value)} entries"
+    return _number(value)
+
+
+def _number(value: Json) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else _text(value)
+
+
+def _text(value: Json) -> str:
+    if value is None or value == "":
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return printable_line(str(value))
+
+
+def _short(peer_id: Json) -> str:
+    """A peer id's last characters: the first ones are the same for everybody."""
+    return _text(peer_id)[-8:]
+
+
+def _dict(value: Json) -> dict[str, Json]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Json) -> list[Json]:
+    return value if isinstance(value, list) else []
+
+
+def _console() -> Console:
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else COLUMNS, highlight=False, markup=False)
+
+
+def _fields_table() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    return table
+
+
+def _table(*names: str) -> Table:
+    """A table in which columns of words give way to those of numbers and states where the line is too short."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for name in names:
+        right = name in _NUMBERS
+        least, most = _WIDTHS.get(name, (len(name), 16))
+        table.add_column(name, no_wrap=True, justify="right" if right else "left", min_width=least, max_width=most)
+    return table
