@@ -48,6 +48,9 @@ REQUEST_ID_CHARS_MAX: Final = 64
 
 # --- Streams ----------------------------------------------------------------------------------------------------------
 
+PEERS_MAX: Final = 256
+"""Members of one leader: as many as the network keeps connections."""
+
 OPEN_STREAM_SECONDS_MAX: Final = 5.0
 """Opening a stream costs two round trips; 5 s covers a bad mobile link and still ends before a person gives up."""
 
