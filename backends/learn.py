@@ -17,7 +17,7 @@ import numpy as np
 from backends.gguf_file import GGUFFile
 from backends.llama import LlamaModel, LlamaSettings
 from backends.moe_hook import LearnedLayer, LearningHook
-from backends.trunk_file import expert_layers, trunk_forms, write_trunk
+from backends.trunk_file import expert_layers, trunk_forms, write_outline, write_trunk
 from capabilities.errors import BadModelFile, UnsupportedModel
 
 _LEARN_TOKENS: Final = 3
@@ -75,11 +75,15 @@ def make_trunk(gguf: GGUFFile, target: Path, progress: Callable[[int, int], None
         )
     refusal: BadModelFile | None = None
     for form in trunk_forms(gguf):
-        write_trunk(gguf, target, form, progress)
         try:
-            return learn(target, holding)
+            write_outline(gguf, target, form)  # no weights: only to ask llama.cpp whether the form loads
+            with LlamaModel(target, _SETTINGS):
+                pass
         except BadModelFile as error:
             refusal = error
+            continue
+        write_trunk(gguf, target, form, progress)
+        return learn(target, holding)
     target.unlink(missing_ok=True)
     reason = re.sub(r".*?: ", "", str(refusal), count=1)
     raise UnsupportedModel(

@@ -47,6 +47,7 @@ class Handlers:
         return {
             "status": self.status,
             "ask": self.ask,
+            "statistics": self.statistics,
             "model_add": self.model_add,
             "model_list": self.model_list,
             "model_show": self.model_show,
@@ -55,6 +56,14 @@ class Handlers:
 
     async def status(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
         return await self._status()
+
+    async def statistics(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
+        """Counters for measurements. `timed` switches the timing of the decode thread's own work on or off."""
+        if self._leader is None or self._leader.active is None:
+            raise UsageError("only a leader with a model has statistics")
+        if (timed := params.get("timed")) is not None:
+            self._leader.active.time_callbacks(bool(timed))
+        return self._leader.active.statistics()
 
     # -- prompts ------------------------------------------------------------------------------------------------
 
@@ -210,6 +219,7 @@ def parse_ask(params: Params) -> Ask:
         messages=() if raw else chat(prompt, system),
         max_tokens=max_tokens,
         stop=tuple(stop),
+        ignore_eos=bool(params.get("ignore_eos")),
     )
 
 

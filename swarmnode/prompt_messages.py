@@ -55,6 +55,7 @@ class Ask:
     max_tokens: int | None = None
     stop: tuple[str, ...] = field(default=(), repr=False)
     deadline_s: float | None = None
+    ignore_eos: bool = False  # end tokens are ordinary ones: answers of a fixed length, for measurements
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (not self.messages):
@@ -125,6 +126,8 @@ def encode_ask(ask: Ask) -> bytes:
     p = ask.params
     header: dict[str, Any] = {"kind": "ask", "id": ask.request_id, "top_k": p.top_k, "seed": p.seed}
     header.update({key: float(getattr(p, key)) for key in _PARAM_KEYS})
+    if ask.ignore_eos:
+        header["ignore_eos"] = True
     if ask.max_tokens is not None:
         header["max_tokens"] = ask.max_tokens
     if ask.deadline_s is not None:
@@ -169,6 +172,7 @@ def decode_ask(frame: Frame) -> Ask:
         max_tokens=fields.integer("max_tokens", 0, limits.MAX_TOKENS_MAX) if fields.has("max_tokens") else None,
         stop=tuple(stop),
         deadline_s=fields.number("deadline_s", 0.001, 86_400) if fields.has("deadline_s") else None,
+        ignore_eos=fields.has("ignore_eos") and fields.flag("ignore_eos"),
     )
 
 

@@ -35,6 +35,7 @@ from swarmnode.wire import read_frame
 _log = structlog.get_logger(__name__)
 
 OUTBOX_MAX: Final = 256  # frames that wait for the stream: a few layers of a few requests, far below this
+REPLY_OVERHEAD_BYTES: Final = 29  # lengths and header of a reply, at most (expert_messages.py)
 
 Answer = F32 | SwarmError
 OnAnswer = Callable[[Answer], None]
@@ -197,7 +198,7 @@ class PeerLink:
         self._expected.pop(answer.sequence)
         dispatch = self._open.pop(answer.sequence, None)
         s = self.statistics
-        s.bytes_back += payload_bytes + 32
+        s.bytes_back += payload_bytes + REPLY_OVERHEAD_BYTES
         if dispatch is None:  # nobody waits for it any more
             return
         if isinstance(answer, Reply):

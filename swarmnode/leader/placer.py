@@ -67,7 +67,7 @@ class Placer:
         self.wanted: Placement | None = None
         self.waiting_for = "workers to join"
         self._network = network
-        self._members = members
+        self.members = members
         self._manifest = manifest
         self._reference = reference
         self._remote = remote
@@ -129,11 +129,11 @@ class Placer:
         return 0 if placement is None else sum(map(len, placement.held_by(peer).values()))
 
     def _usable(self, peer: str) -> bool:
-        member = self._members.by_peer.get(PeerId(peer))
+        member = self.members.by_peer.get(PeerId(peer))
         return self.current is not None and member is not None and member.is_usable(self.term, self.current.epoch)
 
     def _name(self, peer: str) -> str:
-        member = self._members.by_peer.get(PeerId(peer))
+        member = self.members.by_peer.get(PeerId(peer))
         return member.name if member is not None else peer
 
     # -- events -------------------------------------------------------------------------------------------------
@@ -189,17 +189,17 @@ class Placer:
             while True:
                 self._changed = trio.Event()
                 again_s = self._decide()
-                self._members.forget_absent()
+                self.members.forget_absent()
                 with trio.move_on_after(30.0 if again_s is None else min(again_s, 30.0)):
                     await self._changed.wait()
 
     def _decide(self) -> float | None:
         now = time.monotonic()
         placement = self.wanted or self.current
-        members = self._members.by_peer
+        members = self.members.by_peer
         decision = decide(
             frozenset(placement.peers()) if placement is not None else frozenset(),
-            {str(m.peer): Present(m.joined_s) for m in self._members.present()},
+            {str(m.peer): Present(m.joined_s) for m in self.members.present()},
             {str(peer): m.lost_s for peer, m in members.items() if m.lost_s is not None},
             expected=self._settings.workers_expected,
             settle_s=self._settings.settle_s,
@@ -216,7 +216,7 @@ class Placer:
     def _place(self, workers: list[str]) -> float | None:
         specs = [LayerSpec(layer.layer, layer.n_expert, layer.expert_bytes) for layer in self._manifest.layers]
         budgets = [
-            WorkerSpec(peer, self._members.by_peer[PeerId(peer)].hello.memory_budget_bytes) for peer in workers
+            WorkerSpec(peer, self.members.by_peer[PeerId(peer)].hello.memory_budget_bytes) for peer in workers
         ]
         try:
             placement = even_split(specs, budgets, term=self.term, epoch=self._epoch + 1)
@@ -229,7 +229,7 @@ class Placer:
         self.waiting_for = "its workers to load and prove their experts"
         _log.info("placement.made", term=self.term, epoch=self._epoch, workers=[self._name(p) for p in workers])
         for peer in placement.peers():
-            self._assign(self._members.by_peer[PeerId(peer)], placement)
+            self._assign(self.members.by_peer[PeerId(peer)], placement)
         return None
 
     def _assign(self, member: Member, placement: Placement) -> None:
@@ -304,7 +304,7 @@ class Placer:
                 self._later(PROVE_RETRY_S, lambda: self._try_to_prove(member))
 
     async def _begin_if_proven(self, placement: Placement) -> None:
-        members = [self._members.by_peer.get(PeerId(peer)) for peer in placement.peers()]
+        members = [self.members.by_peer.get(PeerId(peer)) for peer in placement.peers()]
         usable = [m for m in members if m is not None and m.is_usable(placement.term, placement.epoch)]
         if placement is self.wanted:
             if len(usable) < len(members):
@@ -326,7 +326,7 @@ class Placer:
         links: dict[str, PeerLink] = {}
         quantized: dict[str, frozenset[int]] = {}
         for peer in placement.peers():
-            member = self._members.by_peer.get(PeerId(peer))
+            member = self.members.by_peer.get(PeerId(peer))
             if member is not None and member.link is not None and member.is_usable(placement.term, placement.epoch):
                 links[peer] = member.link
                 if member.hello.q8_0:

@@ -117,6 +117,7 @@ class PromptService:
             params=ask.params,
             max_tokens=room if ask.max_tokens is None else ask.max_tokens,
             stop=ask.stop,
+            stop_at_end=not ask.ignore_eos,
             deadline_s=min(self._deadline_s, ask.deadline_s or self._deadline_s),
         )
 

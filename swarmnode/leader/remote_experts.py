@@ -57,16 +57,20 @@ class _Exchange:
     parts: list[_Part]
     deadline: float
     open: int
+    started: float
 
 
 @dataclass
 class LayerTiming:
-    """Time that the decode thread waited, for the bench and the metrics."""
+    """Layers that were computed elsewhere, and seconds from handing a layer over to having its rows.
+
+    `decode_*` counts those of one token alone, whose time is nearly all round trip.
+    """
 
     layers: int = 0
-    wait_s: float = 0.0
+    round_trip_s: float = 0.0
     decode_layers: int = 0
-    decode_wait_s: float = 0.0
+    decode_round_trip_s: float = 0.0
 
 
 class RemoteExperts:
@@ -142,6 +146,7 @@ class RemoteExperts:
         routing, spec = self._routing, self._specs[layer]
         if routing is None:
             raise NotReady("the swarm has no placement that covers every expert", layer=layer)
+        started = time.perf_counter()
         n_tokens, n_used = ids.shape
         step = max(1, min(n_tokens, dispatch_rows_max(spec.n_out) // n_used, dispatch_tokens_max(spec.n_in)))
         parts: list[_Part] = []
@@ -160,7 +165,7 @@ class RemoteExperts:
             parts.append(part)
         self._number += 1
         exchange = _Exchange(
-            self._number, spec, (n_tokens, n_used), parts, self._deadline(routing, spec, frames), len(frames)
+            self._number, spec, (n_tokens, n_used), parts, self._deadline(routing, spec, frames), len(frames), started
         )
         self._open[layer] = exchange
         self._token.run_sync_soon(self._send, routing, exchange, frames)
@@ -182,19 +187,23 @@ class RemoteExperts:
             ExpertsUnavailable: a holder failed, refused, or did not answer in time; it names layer, experts and peer.
             PeerMistake: a holder answered values that are not finite.
         """
-        exchange, started = self._open.pop(layer), time.perf_counter()
+        exchange = self._open.pop(layer)
         while exchange.open:
             self._take_one(exchange)
-        waited = time.perf_counter() - started
         n_tokens, n_used = exchange.ids_shape
         out = np.empty((n_tokens, n_used, exchange.layer.n_out), np.float32)
         for part in exchange.parts:
             gather(part.plan, part.replies, out[part.start : part.start + part.plan.n_tokens])
-        timing = self.timing
-        timing.layers, timing.wait_s = timing.layers + 1, timing.wait_s + waited
-        if n_tokens == 1:
-            timing.decode_layers, timing.decode_wait_s = timing.decode_layers + 1, timing.decode_wait_s + waited
+        self._time(n_tokens, time.perf_counter() - exchange.started)
         return out
+
+    def _time(self, n_tokens: int, seconds: float) -> None:
+        timing = self.timing
+        timing.layers += 1
+        timing.round_trip_s += seconds
+        if n_tokens == 1:
+            timing.decode_layers += 1
+            timing.decode_round_trip_s += seconds
 
     def _take_one(self, exchange: _Exchange) -> None:
         left = exchange.deadline - time.monotonic()

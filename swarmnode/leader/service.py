@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,6 +55,25 @@ class ActiveModel:
     @property
     def manifest(self) -> Manifest:
         return self.open.manifest
+
+    def time_callbacks(self, timed: bool) -> None:
+        if self.model.hook is not None:
+            self.model.hook.timed = timed
+
+    def statistics(self) -> dict[str, Any]:
+        """Counters since the start: steps of the engine, layers of the executor, and each link."""
+        engine = self.engine.statistics()
+        return {
+            "steps": engine.steps,
+            "decode_s": engine.decode_s,
+            "callback_s": 0.0 if self.model.hook is None else self.model.hook.python_s,
+            "layers": asdict(self.remote.timing),
+            "links": [
+                {"peer": str(m.peer), "name": m.name, **asdict(m.link.statistics)}
+                for m in self.placer.members.present()
+                if m.link is not None
+            ],
+        }
 
 
 class Leader:

@@ -1,0 +1,193 @@
+"""`swarmctl demo`: four daemons on this machine, one prompt, and a proof.
+
+It makes the demo model once, starts a leader and three workers as processes of their own, asks from a worker, streams
+the answer, shows the status, and compares the tokens with llama.cpp on the undivided model. Everything that it started
+ends with it, unless `--keep` hands the swarm over; `--stop` ends a kept one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from backends.demo_model import ensure_demo_model
+from capabilities.errors import ModelNotFound, UsageError
+from scheduler.sampling import SamplingParams
+from swarmnode.control_client import Call
+from swarmnode.local_swarm import STOP_SECONDS_MAX, LocalNode, LocalSwarm
+from swarmnode.paths import shared_cache_folder
+from swarmnode.prompt_messages import Ask, chat, new_request_id
+from swarmnode.undivided import Undivided
+
+PROMPT: Final = "List five fruits, and say in one sentence why sleep is important."
+MAX_TOKENS: Final = 120
+WORKERS: Final = 3
+CONTEXT_TOKENS: Final = 2048
+_KEPT: Final = "demo-swarm.json"
+
+Progress = Callable[[str, int, int], None]
+
+
+def run_demo(
+    *, prompt: str | None, max_tokens: int | None, keep: bool, quiet: bool, progress: Progress, show: Callable[[str], None]
+) -> dict[str, Any]:
+    """Run the demo; the result is what `--json` prints. `show` gets text for the terminal, as it comes.
+
+    Raises:
+        SwarmError: whatever went wrong; everything has been stopped then.
+    """
+    cache = shared_cache_folder()
+    if keep:
+        _refuse_second(cache)
+    model = ensure_demo_model(cache, progress)
+    root = Path(tempfile.mkdtemp(prefix="swarmnode-demo-"))
+    swarm = LocalSwarm(root, WORKERS, leader={"leader": {"context_tokens": CONTEXT_TOKENS}})
+    try:
+        with _ending_on_sigterm(), swarm:
+            progress("starting four daemons", 1, 1)
+            swarm.add_model(model, progress)
+            swarm.wait_ready(progress)
+            result = _ask_and_prove(swarm, model, prompt or PROMPT, max_tokens or MAX_TOKENS, progress, show)
+            if keep:
+                swarm.kept = True
+                _remember(cache, root, swarm)
+            return {**result, "kept": keep, "peers": _peers(swarm) if keep else []}
+    finally:
+        if not swarm.kept:
+            shutil.rmtree(root, ignore_errors=True)
+
+
+def _ask_and_prove(
+    swarm: LocalSwarm, model: Path, prompt: str, max_tokens: int, progress: Progress, show: Callable[[str], None]
+) -> dict[str, Any]:
+    asker = swarm.workers[-1]
+    show(f"\n{asker.name} asks: {prompt}\n\n")
+    with Call(asker.socket, "ask", {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}) as call:
+        for event in call:
+            if event.get("event") == "token":
+                show(event["text"])
+        answer = call.result
+    show("\n\n")
+    progress("llama.cpp on the undivided model", 0, 1)
+    ask = Ask(new_request_id(), SamplingParams(temperature=0.0), messages=chat(prompt, None), max_tokens=max_tokens)
+    undivided = Undivided(model, context_tokens=CONTEXT_TOKENS)
+    try:
+        expected = undivided.answer(ask)
+    finally:
+        undivided.close()
+    progress("llama.cpp on the undivided model", 1, 1)
+    status = asker.status()
+    first = next(
+        (i for i, pair in enumerate(zip(answer["tokens"], expected.tokens, strict=False)) if pair[0] != pair[1]), None
+    )
+    identical = list(expected.tokens) == answer["tokens"]
+    return {
+        "identical": identical,
+        "first_difference": None if identical else (first if first is not None else len(expected.tokens)),
+        "asked": asker.name,
+        "prompt": prompt,
+        "answer": answer,
+        "undivided_tokens": list(expected.tokens),
+        "status": status,
+    }
+
+
+def proof_line(result: dict[str, Any]) -> str:
+    """The one line of proof."""
+    count = len(result["answer"]["tokens"])
+    if result["identical"]:
+        return f"Proof: all {count} tokens equal llama.cpp's own on the undivided model."
+    return f"NOT EQUAL to llama.cpp on the undivided model: the first difference is token {result['first_difference']}."
+
+
+def _peers(swarm: LocalSwarm) -> list[dict[str, Any]]:
+    rows = {row["name"]: row for row in swarm.leader.status()["peers"]}
+    return [
+        {
+            "name": node.name,
+            "peer_id": rows[node.name]["peer_id"],
+            "data_dir": str(node.folder),
+            "http": None,  # no HTTP interface in this version
+            "pid": node.pid,
+        }
+        for node in swarm.nodes
+    ]
+
+
+# -- a swarm that was kept ------------------------------------------------------------------------------------------
+
+
+def _remember(cache: Path, root: Path, swarm: LocalSwarm) -> None:
+    nodes = [{"name": n.name, "pid": n.pid, "data_dir": str(n.folder)} for n in swarm.nodes]
+    (cache / _KEPT).write_text(json.dumps({"root": str(root), "nodes": nodes}))
+
+
+def _recall(cache: Path) -> dict[str, Any] | None:
+    try:
+        kept = json.loads((cache / _KEPT).read_text())
+        return kept if isinstance(kept, dict) and isinstance(kept.get("nodes"), list) else None
+    except (OSError, ValueError):
+        return None
+
+
+def _runs(node: dict[str, Any]) -> bool:
+    """Whether the process is still that daemon: a process id may have been given to another program."""
+    try:
+        command = Path(f"/proc/{int(node['pid'])}/cmdline").read_bytes()
+    except (OSError, ValueError, KeyError):
+        try:
+            return not LocalNode(node["name"], Path(node["data_dir"]), {}).status() is None
+        except Exception:
+            return False
+    return os.fsencode(node["data_dir"]) in command
+
+
+def _refuse_second(cache: Path) -> None:
+    kept = _recall(cache)
+    if kept is not None and any(_runs(node) for node in kept["nodes"]):
+        raise UsageError(f"a demo swarm is kept already in {kept['root']}", hint="End it with `swarmctl demo --stop`.")
+
+
+def stop_kept() -> dict[str, Any]:
+    """End the swarm that `--keep` left.
+
+    Raises:
+        ModelNotFound: there is none.
+    """
+    cache = shared_cache_folder()
+    kept = _recall(cache)
+    running = [] if kept is None else [node for node in kept["nodes"] if _runs(node)]
+    if kept is None or not running:
+        (cache / _KEPT).unlink(missing_ok=True)
+        raise ModelNotFound("no demo swarm is kept", hint="`swarmctl demo --keep` leaves one running.")
+    for node in running:
+        os.kill(int(node["pid"]), signal.SIGTERM)
+    deadline = time.monotonic() + STOP_SECONDS_MAX
+    while any(_runs(node) for node in running):
+        if time.monotonic() > deadline:
+            for node in running:
+                if _runs(node):
+                    os.kill(int(node["pid"]), signal.SIGKILL)
+            break
+        time.sleep(0.05)
+    shutil.rmtree(kept["root"], ignore_errors=True)
+    (cache / _KEPT).unlink(missing_ok=True)
+    return {"stopped": [node["name"] for node in running]}
+
+
+class _ending_on_sigterm:  # noqa: N801 - a context manager, used like a function
+    """SIGTERM ends the demo as Ctrl-C does, so that no daemon is left behind."""
+
+    def __enter__(self) -> None:
+        self._before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)

@@ -1,0 +1,263 @@
+"""A swarm of real daemons on this machine: what `demo`, `bench` and the tests run.
+
+Each daemon is a process of its own with its own data folder, key and port on loopback. The object owns them: leaving its
+context ends every one, whatever happened. `keep` hands them over to the user instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from capabilities.errors import DeadlineExceeded, Internal, NoDaemon
+from swarmnode.control_client import Call, request
+from swarmnode.paths import find_paths
+
+START_SECONDS_MAX: Final = 60.0
+READY_SECONDS_MAX: Final = 600.0
+STOP_SECONDS_MAX: Final = 10.0
+_POLL_S: Final = 0.05
+_LOG_TAIL_LINES: Final = 12
+
+Progress = Callable[[str, int, int], None]
+Settings = Mapping[str, Mapping[str, Any]]  # section -> key -> value, as in the configuration file
+
+
+def _silent(_step: str, _done: int, _total: int) -> None:
+    pass
+
+
+@dataclass
+class LocalNode:
+    """One daemon."""
+
+    name: str
+    folder: Path
+    settings: dict[str, dict[str, Any]]
+    environment: dict[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def socket(self) -> Path:
+        return find_paths(self.folder).socket_to_call()
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "daemon.log"
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def start(self) -> None:
+        """Start the process; it need not be reachable yet."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config = self.folder / "config.toml"
+        config.write_text(_toml(self.settings))
+        command = [sys.executable, "-m", "swarmnode", "run", "--config", str(config), "--data-dir", str(self.folder)]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.environment},
+                start_new_session=True,  # Ctrl-C at the terminal is for us; we end the daemons in order
+            )
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        return request(self.socket, method, params)
+
+    def ask(self, prompt: str, **params: Any) -> dict[str, Any]:
+        """The whole answer, as `swarmctl ask --json` gives it."""
+        return self.call("ask", prompt=prompt, **params)
+
+    @contextlib.contextmanager
+    def stream(self, prompt: str, **params: Any) -> Iterator[Call]:
+        """An answer under way: iterate over its events. Leaving early cancels it."""
+        with Call(self.socket, "ask", {"prompt": prompt, **params}) as call:
+            yield call
+
+    def status(self) -> dict[str, Any]:
+        return self.call("status")
+
+    def wait_up(self) -> None:
+        """Wait until the control socket answers.
+
+        Raises:
+            Internal: the daemon ended; the message carries its last words.
+        """
+        deadline = time.monotonic() + START_SECONDS_MAX
+        while True:
+            self.check_alive()
+            try:
+                self.status()
+                return
+            except NoDaemon:
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"{self.name} did not start within {START_SECONDS_MAX:g} s", hint=f"See {self.log}."
+                    ) from None
+            time.sleep(_POLL_S)
+
+    def check_alive(self) -> None:
+        if self.process is None or self.process.poll() is not None:
+            status = None if self.process is None else self.process.returncode
+            raise Internal(f"{self.name} ended with status {status}: {self.last_words()}", hint=f"See {self.log}.")
+
+    def last_words(self) -> str:
+        try:
+            lines = self.log.read_text(errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        return " | ".join(lines[-_LOG_TAIL_LINES:])[-1500:]
+
+    def send_signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """kill -9, and wait until it is gone."""
+        self.send_signal(signal.SIGKILL)
+        assert self.process is not None
+        self.process.wait(STOP_SECONDS_MAX)
+
+
+class LocalSwarm:
+    """One leader and `workers` workers under `root`. Start it as a context manager."""
+
+    def __init__(
+        self,
+        root: Path,
+        workers: int,
+        *,
+        leader: Settings | None = None,
+        worker: Settings | None = None,
+        each: Settings | None = None,
+    ) -> None:
+        base: dict[str, dict[str, Any]] = {"node": {"listen": ["/ip4/127.0.0.1/tcp/0"]}, "log": {"format": "json"}}
+        merged = _merge(base, each or {})
+        self.leader = LocalNode(
+            "leader",
+            root / "leader",
+            _merge(merged, {"node": {"name": "leader"}, "swarm": {"role": "leader", "workers_expected": workers}}, leader or {}),
+        )
+        self.workers = [
+            LocalNode(f"worker-{i}", root / f"worker-{i}", _merge(merged, {"node": {"name": f"worker-{i}"}}, worker or {}))
+            for i in range(1, workers + 1)
+        ]
+        self.kept = False
+
+    @property
+    def nodes(self) -> list[LocalNode]:
+        return [self.leader, *self.workers]
+
+    def __enter__(self) -> LocalSwarm:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None or not self.kept:
+            self.stop()
+
+    def start(self) -> None:
+        """Start all daemons and wait until each answers."""
+        self.leader.start()
+        self.leader.wait_up()
+        address = self.leader.status()["addresses"][0]
+        for worker in self.workers:
+            worker.settings = _merge(worker.settings, {"swarm": {"role": "worker", "leader": address}})
+            # The leader keeps its port, so that workers find it again when it restarts.
+            worker.start()
+        port = address.split("/tcp/")[1].split("/")[0]
+        self.leader.settings = _merge(self.leader.settings, {"node": {"listen": [f"/ip4/127.0.0.1/tcp/{port}"]}})
+        for worker in self.workers:
+            worker.wait_up()
+
+    def add_model(self, path: Path, progress: Progress = _silent) -> dict[str, Any]:
+        with Call(self.leader.socket, "model_add", {"path": str(path)}) as call:
+            for event in call:
+                if event.get("event") == "progress":
+                    progress(event["step"], event["done"], event["total"])
+            return call.result
+
+    def wait_ready(self, progress: Progress = _silent, timeout_s: float = READY_SECONDS_MAX) -> dict[str, Any]:
+        """Wait until the leader says ready; the status that said so.
+
+        Raises:
+            DeadlineExceeded, Internal: with the reason.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for node in self.nodes:
+                node.check_alive()
+            status = self.leader.status()
+            if status["ready"]:
+                return status
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"the swarm was not ready after {timeout_s:g} s: {status['reason']}")
+            _show_loading(status, progress)
+            time.sleep(_POLL_S)
+
+    def stop(self) -> None:
+        """End every daemon that runs: first asked, then made."""
+        running = [n.process for n in self.nodes if n.process is not None and n.process.poll() is None]
+        for process in running:
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
+        deadline = time.monotonic() + STOP_SECONDS_MAX
+        for process in running:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _show_loading(status: Mapping[str, Any], progress: Progress) -> None:
+    rows = [peer["progress"] for peer in status["peers"] if peer.get("progress")]
+    done, total = sum(r["done_bytes"] for r in rows), sum(r["total_bytes"] for r in rows)
+    progress(str(rows[0]["phase"]) + " experts" if rows else "waiting for the swarm", done, total)
+
+
+def _merge(*settings: Settings) -> dict[str, dict[str, Any]]:
+    merged: dict[str, dict[str, Any]] = {}
+    for one in settings:
+        for section, values in one.items():
+            merged.setdefault(section, {}).update(values)
+    return merged
+
+
+def _toml(settings: Settings) -> str:
+    """Only what `_merge` makes: sections of texts, numbers, truth values and lists of texts."""
+    lines = []
+    for section, values in settings.items():
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {_value(value)}" for key, value in values.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: Any) -> str:
+    import json
+
+    if isinstance(value, bool):
+        return str(value).lower()
+    return json.dumps(value)  # texts, numbers and lists of them are written alike in JSON and TOML
+
+
