@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -205,6 +206,25 @@ def test_an_unusable_folder_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(CacheError):
         cache.begin(DIGESTS[0], 1_000)
     assert cache.statistics().used_bytes == 0
+
+
+def test_too_few_file_descriptors_cost_no_file(tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path, 10_000)
+    put(cache, 0)
+    part = begin(cache, 1)
+    part.write(DATA[1][:300])
+    part.close()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+    try:
+        with pytest.raises(CacheError, match="Too many open files"):
+            cache.open(DIGESTS[0], 1_000)
+        with pytest.raises(CacheError, match="Too many open files"):
+            cache.begin(DIGESTS[1], 1_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert cache.open(DIGESTS[0], 1_000) == DATA[0]
+    assert begin(cache, 1).offset == 300
 
 
 def test_strange_files_are_left_alone(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ The object is thread-safe and blocks: call what reads or writes from a worker th
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import mmap
@@ -20,7 +21,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -92,6 +92,7 @@ class ShardCache:
 
         The first use in this process reads and hashes all of it; a damaged file is removed and counts as not here. The
         mapping (and its file descriptor) lives as long as the view or a slice of it, even if the file is evicted.
+        Raises CacheError when this process cannot open files; that says nothing about the file.
         """
         with self._lock:
             entry = self._entries.get(digest)
@@ -100,12 +101,13 @@ class ShardCache:
             self._entries[digest] = self._entries.pop(digest)
         path = self._path(digest)
         try:
-            with path.open("rb") as file:
+            with self._disk_errors(missing_ok=True), path.open("rb") as file:
                 stat = os.fstat(file.fileno())
                 mapped = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
-                # The time of last use orders evictions after a restart; that of the content must stay.
-                os.utime(file.fileno(), ns=(time.time_ns(), stat.st_mtime_ns))
-        except (OSError, ValueError):  # unreadable, or empty
+                with contextlib.suppress(OSError):  # a file system for reading only
+                    # The time of last use orders evictions after a restart; that of the content must stay.
+                    os.utime(file.fileno(), ns=(time.time_ns(), stat.st_mtime_ns))
+        except (FileNotFoundError, ValueError):  # gone, or shorter than it should be
             self._remove(digest, entry)
             return None
         signature = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
@@ -134,10 +136,13 @@ class ShardCache:
             with self._disk_errors():
                 return PartialShard(self, digest, size)
         except BaseException:
-            self._remove(digest)
+            if entry is None:
+                self._remove(digest)
+            else:
+                self._settle(digest, entry.size, None)
             raise
 
-    @contextmanager
+    @contextlib.contextmanager
     def keep(self, digests: Iterable[bytes]) -> Iterator[None]:
         """Within the context these experts, here or still to come, are not evicted. Contexts may overlap."""
         counted = Counter(digests)
@@ -223,11 +228,14 @@ class ShardCache:
             self._used_bytes += size - entry.size
             self._entries[digest] = _Entry(size, complete=verified is not None, verified=verified)
 
-    @contextmanager
-    def _disk_errors(self) -> Iterator[None]:
+    @contextlib.contextmanager
+    def _disk_errors(self, *, missing_ok: bool = False) -> Iterator[None]:
+        """Turn what the system reports into CacheError; with `missing_ok` a missing file stays FileNotFoundError."""
         try:
             yield
         except OSError as error:
+            if missing_ok and isinstance(error, FileNotFoundError):
+                raise
             reason = error.strerror or type(error).__name__
             if error.errno in _NO_SPACE:
                 free = shutil.disk_usage(self.root).free if self.root.exists() else 0
