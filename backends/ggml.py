@@ -26,6 +26,10 @@ MAX_NAME: Final = 64
 N_OP_PARAMS: Final = 16
 _OBJECT_SIZE: Final = 32  # sizeof(struct ggml_object) on 64-bit machines: offs, size, next, type, padding
 
+# From eight rows a matrix on, ggml 0.25's CPU kernels for K- and I-quants add in another order, unless this variable
+# says 0 when the first product is computed. Without it a row's bits would depend on how many rows share its batch.
+_WIDE_KERNELS: Final = "GGML_CPU_TILED_MM"
+
 TYPE_F32: Final = 0
 TYPE_F16: Final = 1
 TYPE_Q8_0: Final = 8
@@ -144,6 +148,7 @@ class Library:
                 f"llama-cpp-python {llama_cpp.__version__} is installed; this program knows the memory layout of "
                 f"{', '.join(LLAMA_CPP_VERSIONS)} only"
             )
+        os.environ[_WIDE_KERNELS] = "0"
         self.folder = Path(llama_cpp.__file__).parent / "lib"
         self._handles = _open_libraries(self.folder)
         for name, (result, arguments) in _PROTOTYPES.items():

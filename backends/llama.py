@@ -1,8 +1,8 @@
 """llama.cpp on one GGUF: a whole model, or a trunk whose experts a hook computes elsewhere.
 
 By default the context is batch-invariant: flash attention off and a KV cache of its own for each sequence, so that a
-token's bits do not depend on the batch that it was computed in (together with a build without llamafile's kernels;
-docs/architecture.md). `fast` gives that up.
+token's bits do not depend on the batch that it was computed in (together with a build without llamafile's kernels,
+and with the choice of kernels in ggml.py; docs/architecture.md). `fast` gives up the context's part.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from llama_cpp import llama_cpp as lc
 from numpy.typing import NDArray
 
 from backends.device import list_devices
+from backends.ggml import library
 from backends.moe_hook import Hook
 from backends.vocabulary import Vocabulary
 from capabilities.errors import BadModelFile, Internal
@@ -56,6 +57,7 @@ _last_errors: list[str] = []
 
 
 def _start_library() -> None:
+    library()  # checks the version, and chooses batch-invariant kernels before any runs
     lc.llama_log_set(_collect_log, ct.c_void_p(0))
     lc.llama_backend_init()
 
@@ -215,8 +217,6 @@ class LlamaModel:
 
 
 def _cpu_buffer_type() -> int:
-    from backends.ggml import library
-
     lib = library()
     cpu = next(i for i, d in enumerate(list_devices()) if d.is_cpu)
     return int(lib.ggml_backend_dev_buffer_type(lib.ggml_backend_dev_get(cpu)))
