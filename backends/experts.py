@@ -12,14 +12,13 @@ import ctypes as ct
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from backends.device import Device
 from backends.ggml import (
-    PREC_F32,
     STATUS_SUCCESS,
     TYPE_F32,
     TYPE_I32,
@@ -30,7 +29,8 @@ from backends.ggml import (
     write_tensor,
 )
 from backends.manifest import ExpertTensor, LayerExperts
-from backends.program import ExpertProgram, Node
+from backends.program import ExpertProgram
+from backends.replay import replay
 from capabilities.errors import Internal, PeerMistake, UnsupportedModel
 
 F32 = NDArray[np.float32]
@@ -38,7 +38,8 @@ I32 = NDArray[np.int32]
 ReadSlice = Callable[[int, int], "memoryview | bytes"]  # (expert, tensor index) -> the tensor's slice of that expert
 
 SLICE_BYTES_MAX: Final = 48 << 20  # activations of one slice of a batch; a worker's memory is its experts plus 250 MiB
-GRAPHS_KEPT: Final = 1024  # one-token graphs, some kilobytes each: layers times rows of ordinary models
+# One-token graphs are kept with their activations: 50 kB a row in a wide model, times layers, times numbers of rows.
+GRAPH_BYTES_MAX: Final = 64 << 20
 _USAGE_WEIGHTS: Final = 1
 
 
@@ -48,11 +49,21 @@ class ExpertBackend(Protocol):
     name: str
 
     def load_layer(self, layer: LayerExperts, program: ExpertProgram, experts: Sequence[int], read: ReadSlice) -> None:
-        """Take the weights of `experts` of one layer; `read` is called once for each (expert, tensor)."""
+        """Take the weights of `experts` of one layer, in place of what was held of it.
 
-    def unload_layer(self, layer: int) -> None: ...
+        `read` is called once or twice for each (expert, tensor that the program reads). After an exception nothing of
+        the layer is held.
 
-    def held(self, layer: int) -> frozenset[int]: ...
+        Raises:
+            PeerMistake: ids that are not the layer's, or twice the same.
+            UnsupportedModel: a program that does not fit the weights, or an operator that the device lacks.
+        """
+
+    def unload_layer(self, layer: int) -> None:
+        """Free a layer's weights. One that is not held is no error."""
+
+    def held(self, layer: int) -> frozenset[int]:
+        """The experts of a layer that `compute` takes."""
 
     def compute(self, layer: int, x: F32, tokens: I32, experts: I32, *, ask_f32: bool = False) -> F32:
         """Row r of the result [R, n_out] is expert `experts[r]` applied to `x[tokens[r]]`; x is [T, n_in], F32.
@@ -60,10 +71,40 @@ class ExpertBackend(Protocol):
         `ask_f32` asks the kernels to accumulate in F32 (ggml_prec_set_acc).
 
         Raises:
-            PeerMistake: an expert that is not held, or indices out of range.
+            PeerMistake: a layer or an expert that is not held, indices out of range, or rows of another width.
         """
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free every layer."""
+
+
+def places_of(layer: LayerExperts, experts: Sequence[int]) -> I32:
+    """Expert id -> its place in `experts`, -1 where not held, int32 [n_expert]. PeerMistake for ids that cannot be."""
+    if not experts or len(set(experts)) != len(experts) or not 0 <= min(experts) <= max(experts) < layer.n_expert:
+        raise PeerMistake(f"layer {layer.layer} has no such set of experts: {list(experts)[:8]}", layer=layer.layer)
+    places = np.full(layer.n_expert, -1, np.int32)
+    places[list(experts)] = np.arange(len(experts), dtype=np.int32)
+    return places
+
+
+def check_rows(layer: LayerExperts, places: I32, x: F32, tokens: I32, experts: I32) -> I32:
+    """The place of each row's expert, int32 [R]. PeerMistake if `compute` must not be called with these arguments."""
+    number = layer.layer
+    if x.ndim != 2 or x.shape[1] != layer.n_in or tokens.shape != experts.shape or experts.ndim != 1:
+        raise PeerMistake(f"layer {number} takes rows of {layer.n_in} values and a token an expert", layer=number)
+    if len(experts) == 0:
+        return np.empty(0, np.int32)
+    if experts.min() < 0 or experts.max() >= layer.n_expert or tokens.min() < 0 or tokens.max() >= len(x):
+        raise PeerMistake(f"an expert or token index of layer {number} is out of range", layer=number)
+    found = places[experts]
+    if found.min() < 0:
+        missing = sorted({int(e) for e in experts[found < 0]})
+        raise PeerMistake(f"experts {missing} of layer {number} are not held here", layer=number, experts=missing)
+    return found
+
+
+def not_held(layer: int) -> PeerMistake:
+    return PeerMistake(f"no experts of layer {layer} are held here", layer=layer)
 
 
 @dataclass
@@ -84,6 +125,7 @@ class _Graph:
     x: int
     ids: int
     out: int
+    nbytes: int
     host: bool
     x_data: int
     ids_data: int
@@ -100,22 +142,19 @@ class GgmlExperts:
         self._repack = repack
         self._layers: dict[int, _Layer] = {}
         self._graphs: OrderedDict[tuple[int, int, bool], _Graph] = OrderedDict()
+        self._graph_bytes = 0
 
     # -- weights ------------------------------------------------------------------------------------------------
 
     def load_layer(self, layer: LayerExperts, program: ExpertProgram, experts: Sequence[int], read: ReadSlice) -> None:
-        if not experts:
-            raise ValueError("a layer without experts is not loaded")
-        shapes = {t.name: t.shape for t in layer.tensors}
-        widths = program.check_shapes(layer.n_in, layer.n_out, shapes)
         self.unload_layer(layer.layer)
-        local = np.full(layer.n_expert, -1, np.int32)
-        local[list(experts)] = np.arange(len(experts), dtype=np.int32)
-        held = _Layer(layer, program, widths, {}, [], local)
+        widths = program.check_shapes(layer.n_in, layer.n_out, {t.name: t.shape for t in layer.tensors})
+        held = _Layer(layer, program, widths, {}, [], places_of(layer, experts))
         try:
             for index, tensor in enumerate(layer.tensors):
                 if tensor.name in program.weights:
                     self._load_tensor(held, tensor, index, experts, read)
+            self._check_operators(held)
         except BaseException:
             self._free(held)
             raise
@@ -141,25 +180,36 @@ class GgmlExperts:
         held.buffers.append((context, buffer))
         lib.ggml_backend_buffer_set_usage(buffer, _USAGE_WEIGHTS)
         held.weights[tensor.name] = address
-        if repacked:  # a repacked tensor is written whole, so it is staged once
-            whole = np.empty((len(stack), tensor.nbytes), np.uint8)
-            for row, expert in zip(whole, stack, strict=True):
-                row[:] = np.frombuffer(read(expert, index), np.uint8)
-            write_tensor(lib, address, whole)
-            return
+        # A repacked tensor is written whole, so it is staged once.
+        whole = np.empty((len(stack), tensor.nbytes), np.uint8) if repacked else None
         for place, expert in enumerate(stack):
             piece = np.frombuffer(read(expert, index), np.uint8)
             if piece.nbytes != tensor.nbytes:
                 raise Internal(f"{piece.nbytes} bytes for a slice of {tensor.nbytes}")
-            lib.ggml_backend_tensor_set(address, piece.ctypes.data, place * tensor.nbytes, tensor.nbytes)
+            if whole is None:
+                lib.ggml_backend_tensor_set(address, piece.ctypes.data, place * tensor.nbytes, tensor.nbytes)
+            else:
+                whole[place] = piece
+        if whole is not None:
+            write_tensor(lib, address, whole)
+
+    def _check_operators(self, held: _Layer) -> None:
+        """Build the layer's graph once: ggml ends the process over an operator that its device does not have."""
+        lib = self._lib
+        context, _, _, values = self._nodes(held, 1, 1, False)
+        missing = [a for a in values[1:] if not lib.ggml_backend_dev_supports_op(self.device.handle, a)]
+        names = sorted({lib.ggml_op_desc(address).decode() for address in missing})
+        lib.ggml_free(context)
+        if names:
+            raise UnsupportedModel(
+                f"{self.name} lacks {', '.join(names)} for the experts of layer {held.spec.layer}",
+                hint="Set node.device to CPU in the configuration.",
+            )
 
     def _new_tensor(self, context: int, tensor: ExpertTensor, count: int) -> int:
         lib = self._lib
-        makers = {1: lib.ggml_new_tensor_1d, 2: lib.ggml_new_tensor_2d, 3: lib.ggml_new_tensor_3d}
-        shape = (*tensor.shape, count)
-        if len(shape) not in makers:
-            raise UnsupportedModel(f"{tensor.name} has {len(shape)} dimensions")
-        return int(makers[len(shape)](context, tensor.type, *shape))
+        makers = (lib.ggml_new_tensor_1d, lib.ggml_new_tensor_2d, lib.ggml_new_tensor_3d)
+        return int(makers[len(tensor.shape)](context, tensor.type, *tensor.shape, count))
 
     def _repack_type(self, tensor: ExpertTensor, spec: LayerExperts) -> int | None:
         """The buffer type that llama.cpp would repack this weight into, or None."""
@@ -186,7 +236,7 @@ class GgmlExperts:
         if held is None:
             return
         for key in [k for k in self._graphs if k[0] == layer]:
-            self._free_graph(self._graphs.pop(key))
+            self._drop_graph(key)
         self._free(held)
 
     def _free(self, held: _Layer) -> None:
@@ -207,19 +257,12 @@ class GgmlExperts:
     def compute(self, layer: int, x: F32, tokens: I32, experts: I32, *, ask_f32: bool = False) -> F32:
         held = self._layers.get(layer)
         if held is None:
-            raise PeerMistake(f"no experts of layer {layer} are held here", layer=layer)
-        spec, rows = held.spec, len(experts)
-        if x.ndim != 2 or x.shape[1] != spec.n_in or len(tokens) != rows:
-            raise PeerMistake(f"layer {layer} takes rows of {spec.n_in} values", layer=layer)
-        if rows == 0:
-            return np.empty((0, spec.n_out), np.float32)
-        if experts.min() < 0 or experts.max() >= spec.n_expert or tokens.min() < 0 or tokens.max() >= len(x):
-            raise PeerMistake(f"an expert or token index of layer {layer} is out of range", layer=layer)
-        ids = held.local[experts]
-        if ids.min() < 0:
-            missing = sorted({int(e) for e in experts[ids < 0]})
-            raise PeerMistake(f"experts {missing} of layer {layer} are not held here", layer=layer, experts=missing)
-        if len(x) == 1:
+            raise not_held(layer)
+        ids = check_rows(held.spec, held.local, x, tokens, experts)
+        if len(ids) == 0:
+            return np.empty((0, held.spec.n_out), np.float32)
+        # ggml's repacked products have room for each expert once a token, and write beyond it if it comes twice.
+        if len(x) == 1 and len(ids) <= self._slice_rows(held) and len(set(ids.tolist())) == len(ids):
             return self._one_token(held, x, ids, ask_f32)
         return self._many_tokens(held, x, tokens, ids, ask_f32)
 
@@ -228,8 +271,9 @@ class GgmlExperts:
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._graphs[key] = self._build(held, len(ids), 1, ask_f32)
-            if len(self._graphs) > GRAPHS_KEPT:
-                self._free_graph(self._graphs.popitem(last=False)[1])
+            self._graph_bytes += graph.nbytes
+            while self._graph_bytes > GRAPH_BYTES_MAX and len(self._graphs) > 1:
+                self._drop_graph(next(iter(self._graphs)))
         else:
             self._graphs.move_to_end(key)
         return self._run(graph, np.ascontiguousarray(x, np.float32), ids, held.spec.n_out)
@@ -237,16 +281,21 @@ class GgmlExperts:
     def _many_tokens(self, held: _Layer, x: F32, tokens: I32, ids: I32, ask_f32: bool) -> F32:
         rows, spec = len(ids), held.spec
         order = np.argsort(ids, kind="stable")
-        slice_rows = max(1, SLICE_BYTES_MAX // (4 * (sum(held.widths) + spec.n_in)))
+        slice_rows = self._slice_rows(held)
         result = np.empty((rows, spec.n_out), np.float32)
         for start in range(0, rows, slice_rows):
             part = order[start : start + slice_rows]
             graph = self._build(held, 1, len(part), ask_f32)
             try:
-                result[part] = self._run(graph, x[tokens[part]], np.ascontiguousarray(ids[part]), spec.n_out)
+                activations = np.ascontiguousarray(x[tokens[part]], np.float32)
+                result[part] = self._run(graph, activations, ids[part], spec.n_out)
             finally:
                 self._free_graph(graph)
         return result
+
+    @staticmethod
+    def _slice_rows(held: _Layer) -> int:
+        return max(1, SLICE_BYTES_MAX // (4 * (sum(held.widths) + held.spec.n_in)))
 
     def _run(self, graph: _Graph, x: F32, ids: I32, n_out: int) -> F32:
         lib = self._lib
@@ -267,70 +316,34 @@ class GgmlExperts:
 
     def _build(self, held: _Layer, n_used: int, n_tokens: int, ask_f32: bool) -> _Graph:
         """A graph for x [n_in, 1, n_tokens] and ids [n_used, n_tokens]; its result is [n_out, n_used, n_tokens]."""
+        lib = self._lib
+        context, graph, ids, values = self._nodes(held, n_used, n_tokens, ask_f32)
+        buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(context, self.device.buffer_type)
+        if not buffer:
+            lib.ggml_free(context)
+            raise Internal(f"{self.name} has no memory for a batch of {n_tokens} rows")
+        nbytes = lib.ggml_backend_buffer_get_size(buffer)
+        host = lib.ggml_backend_buffer_is_host(buffer)
+        data = [tensor_at(a).data for a in (values[0], ids, values[-1])]
+        return _Graph(context, buffer, graph, values[0], ids, values[-1], nbytes, host, *data)
+
+    def _nodes(self, held: _Layer, n_used: int, n_tokens: int, ask_f32: bool) -> tuple[int, int, int, list[int]]:
+        """(context, graph, ids, the value of each of the program's nodes), without memory yet."""
         lib, nodes = self._lib, held.program.nodes
         room = (5 * len(nodes) + 8) * lib.ggml_tensor_overhead() + lib.ggml_graph_overhead_custom(8 * len(nodes), False)
         context = lib.ggml_init(InitParams(room, None, True))
         x = lib.ggml_new_tensor_3d(context, TYPE_F32, held.spec.n_in, 1, n_tokens)
         ids = lib.ggml_new_tensor_2d(context, TYPE_I32, n_used, n_tokens)
-        values = [x]
-        for node in nodes[1:]:
-            values.append(self._emit(context, node, [values[i] for i in node.inputs], held, ids, ask_f32))
+        values = replay(lib, context, held.program, held.weights, x, ids, ask_f32=ask_f32)
         graph = lib.ggml_new_graph_custom(context, 8 * len(nodes), False)
         lib.ggml_build_forward_expand(graph, values[-1])
-        buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(context, self.device.buffer_type)
-        if not buffer:
-            lib.ggml_free(context)
-            raise Internal(f"{self.name} has no memory for a batch of {n_tokens} rows")
-        host = lib.ggml_backend_buffer_is_host(buffer)
-        data = [tensor_at(a).data for a in (x, ids, values[-1])]
-        return _Graph(context, buffer, graph, x, ids, values[-1], host, *data)
+        return context, graph, ids, values
 
-    def _emit(self, context: int, node: Node, inputs: list[int], held: _Layer, ids: int, ask_f32: bool) -> int:
-        address: Any = _EMIT[node.op](self._lib, context, node, inputs, held.weights.get(node.name, 0), ids)
-        if node.op == "mul_mat_id":
-            accumulation, source = int(node.params[0]), int(node.params[1])
-            if accumulation or ask_f32:
-                self._lib.ggml_prec_set_acc(address, accumulation or PREC_F32)
-            if source:
-                self._lib.ggml_prec_set_src(address, source, 1)
-        return int(address)
+    def _drop_graph(self, key: tuple[int, int, bool]) -> None:
+        graph = self._graphs.pop(key)
+        self._graph_bytes -= graph.nbytes
+        self._free_graph(graph)
 
     def _free_graph(self, graph: _Graph) -> None:
         self._lib.ggml_backend_buffer_free(graph.buffer)
         self._lib.ggml_free(graph.context)
-
-
-def _half(lib: Library, c: int, n: Node, v: list[int], w: int, ids: int) -> Any:
-    t = tensor_at(v[0])
-    width = t.ne[0] // 2
-    return lib.ggml_view_3d(c, v[0], width, t.ne[1], t.ne[2], t.nb[1], t.nb[2], width * 4 * int(n.params[0]))
-
-
-def _glu(lib: Library, c: int, n: Node, v: list[int], w: int, ids: int) -> Any:
-    function = lib.glu_ops[n.name]
-    swapped, alpha, limit = n.params
-    out = lib.ggml_glu(c, v[0], function, bool(swapped)) if len(v) == 1 else lib.ggml_glu_split(c, *v, function)
-    # ggml's builders for the clamped forms store these two floats; writing them here serves every form alike.
-    tensor_at(out).op_params[2:4] = np.array([alpha, limit], np.float32).view(np.int32).tolist()
-    return out
-
-
-def _expert_scale(lib: Library, c: int, n: Node, v: list[int], w: int, ids: int) -> Any:
-    count, n_tokens = tensor_at(w).ne[0], tensor_at(ids).ne[1]
-    rows = lib.ggml_repeat_4d(c, lib.ggml_reshape_3d(c, w, 1, count, 1), 1, count, n_tokens, 1)
-    return lib.ggml_mul(c, v[0], lib.ggml_get_rows(c, rows, ids))
-
-
-_EMIT: Final[dict[str, Callable[[Library, int, Node, list[int], int, int], Any]]] = {
-    "mul_mat_id": lambda lib, c, n, v, w, ids: lib.ggml_mul_mat_id(c, w, v[0], ids),
-    "add_id": lambda lib, c, n, v, w, ids: lib.ggml_add_id(c, v[0], w, ids),
-    "expert_scale": _expert_scale,
-    "half": _half,
-    "unary": lambda lib, c, n, v, w, ids: lib.ggml_unary(c, v[0], lib.unary_ops[n.name]),
-    "glu": _glu,
-    "clamp": lambda lib, c, n, v, w, ids: lib.ggml_clamp(c, v[0], n.params[0], n.params[1]),
-    "scale": lambda lib, c, n, v, w, ids: lib.ggml_scale_bias(c, v[0], n.params[0], n.params[1]),
-    "mul": lambda lib, c, n, v, w, ids: lib.ggml_mul(c, v[0], v[1]),
-    "add": lambda lib, c, n, v, w, ids: lib.ggml_add(c, v[0], v[1]),
-    "sqr": lambda lib, c, n, v, w, ids: lib.ggml_sqr(c, v[0]),
-}

@@ -19,7 +19,6 @@ from capabilities.errors import PeerMistake, UnsupportedModel
 
 NODES_MAX: Final = 64  # the longest captured block has 14
 NAME_MAX: Final = 64
-PARAMS_MAX: Final = 16
 
 # operator -> (inputs at least, inputs at most, names a weight of the expert)
 OPERATORS: Final[dict[str, tuple[int, int, bool]]] = {
@@ -44,6 +43,7 @@ UNARY: Final = frozenset(
 )  # fmt: skip
 GLU: Final = frozenset(("REGLU", "GEGLU", "GEGLU_ERF", "GEGLU_QUICK", "SWIGLU", "SWIGLU_OAI", "SWIGLU_CLAMP"))
 _PARAM_COUNT: Final = {"mul_mat_id": 2, "half": 1, "glu": 3, "clamp": 2, "scale": 2}
+_PRECISION_MAX: Final = 255  # ggml_prec ends at 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,59 +96,89 @@ class ExpertProgram:
     def check_shapes(self, n_in: int, n_out: int, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """The width of each node's row, given one expert's tensor shapes (ggml order, without the expert dimension).
 
+        Backends trust a program that passes: ggml ends the process over operands that do not fit, and a peer may have
+        written this one.
+
         Raises:
-            UnsupportedModel: a weight is missing or the widths do not fit together.
+            UnsupportedModel: a weight is missing or the rows do not fit together.
         """
-        widths: list[int] = []
+        rows: list[_Rows] = []
         for node in self.nodes:
             weight = OPERATORS[node.op][2]
             if weight and node.name not in shapes:
                 raise UnsupportedModel(f"the expert program reads {node.name}, which the model does not have")
-            widths.append(_width(node, [widths[i] for i in node.inputs], n_in, shapes.get(node.name, ())))
-        if widths[-1] != n_out:
-            raise UnsupportedModel(f"the expert program ends with {widths[-1]} values a row, not {n_out}")
-        return tuple(widths)
+            rows.append(_rows(node, [rows[i] for i in node.inputs], n_in, shapes.get(node.name, ())))
+        if rows[-1].width != n_out or not rows[-1].of_experts or not rows[-1].dense:
+            raise UnsupportedModel(
+                f"the expert program ends with {rows[-1].width} values a row, not {n_out} of an expert"
+            )
+        return tuple(r.width for r in rows)
 
 
 def _node(index: int, row: Any) -> Node:
     op, inputs, name, params = row
     low, high, _ = OPERATORS[op]
-    node = Node(op, tuple(int(i) for i in inputs), str(name), tuple(float(p) for p in params))
+    if not isinstance(name, str):
+        raise ValueError("a name that is no text")
+    node = Node(op, tuple(int(i) for i in inputs), name, tuple(float(p) for p in params))
     if (op == "x") != (index == 0) or not low <= len(node.inputs) <= high:
         raise ValueError(f"operator {op} with {len(node.inputs)} inputs at place {index}")
     if any(not 0 <= i < index for i in node.inputs):
         raise ValueError("an input that does not come before its node")
     if len(node.params) != _PARAM_COUNT.get(op, 0) or any(math.isnan(p) for p in node.params):
         raise ValueError(f"wrong parameters for {op}")
+    switches = {"half": node.params, "glu": node.params[:1]}.get(op, ())
+    precisions = node.params if op == "mul_mat_id" else ()
+    if not set(switches) <= {0.0, 1.0} or not set(precisions) <= set(range(_PRECISION_MAX + 1)):
+        raise ValueError(f"impossible parameters for {op}")
     allowed = {"unary": UNARY, "glu": GLU}.get(op)
     if allowed is not None and node.name not in allowed:
         raise ValueError(f"unknown function {node.name[:NAME_MAX]}")
     return node
 
 
-def _width(node: Node, widths: list[int], n_in: int, shape: tuple[int, ...]) -> int:
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What kernels take for granted of a node's rows.
+
+    width: values a row. of_experts: whether there is a row for each expert of a token, or one for all, like x.
+    dense: whether a row begins where the one before it ends, which halves do not.
+    """
+
+    width: int
+    of_experts: bool
+    dense: bool = True
+
+
+def _rows(node: Node, inputs: list[_Rows], n_in: int, shape: tuple[int, ...]) -> _Rows:
     def need(fine: bool) -> None:
         if not fine:
+            widths = [r.width for r in inputs]
             raise UnsupportedModel(f"{node.op} {node.name} does not fit rows of {widths} with a weight of {shape}")
 
+    if node.op == "x":
+        return _Rows(n_in, of_experts=False)
+    first, second = inputs[0], inputs[-1]
     match node.op:
-        case "x":
-            return n_in
         case "mul_mat_id":
-            need(len(shape) == 2 and shape[0] == widths[0])
-            return shape[1]
+            need(len(shape) == 2 and shape[0] == first.width)
+            return _Rows(shape[1], of_experts=True)
         case "add_id":
-            need(shape == (widths[0],))
+            need(shape == (first.width,) and first.of_experts)
         case "expert_scale":
-            need(shape in ((), (1,)))
+            need(shape == () and first.of_experts)
         case "half":
-            need(widths[0] % 2 == 0)
-            return widths[0] // 2
-        case "glu" if len(widths) == 1:
-            need(widths[0] % 2 == 0)
-            return widths[0] // 2
-        case "glu" | "mul" | "add":
-            need(widths[0] == widths[1])
+            need(first.width % 2 == 0)
+            return _Rows(first.width // 2, first.of_experts, dense=False)
+        case "glu" if len(inputs) == 1:
+            need(first.width % 2 == 0)
+            return _Rows(first.width // 2, first.of_experts)
+        case "glu":
+            need(first.width == second.width and first.of_experts == second.of_experts)
+        case "mul" | "add":  # the second may be one row for all experts, the first not
+            need(first.width == second.width and first.of_experts >= second.of_experts)
+        case "scale":
+            need(first.dense)
         case _:
             pass
-    return widths[0]
+    return _Rows(first.width, first.of_experts)
