@@ -24,7 +24,7 @@ ONLY_IN = {"trio": ("swarmnode",), "libp2p": ("swarmnode/net/", "swarmnode/ident
 # What a decision needs. No clock, no randomness, no files, no threads: those come in as events and values.
 SCHEDULER_MAY_USE = frozenset(
     (
-        "__future__", "abc", "bisect", "codecs", "collections", "contextlib", "copy", "dataclasses", "enum", "fractions",
+        "__future__", "abc", "bisect", "codecs", "collections", "contextlib", "dataclasses", "enum", "fractions",
         "functools", "hashlib", "heapq", "itertools", "math", "numpy", "operator", "struct", "types", "typing",
     )
 )  # fmt: skip
