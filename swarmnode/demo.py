@@ -7,6 +7,7 @@ ends with it, unless `--keep` hands the swarm over; `--stop` ends a kept one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,22 +15,25 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
+
+import psutil
 
 from backends.demo_model import ensure_demo_model
 from capabilities.errors import ModelNotFound, UsageError
 from scheduler.sampling import SamplingParams
 from swarmnode.control_client import Call
-from swarmnode.local_swarm import STOP_SECONDS_MAX, LocalNode, LocalSwarm
+from swarmnode.local_swarm import STOP_SECONDS_MAX, LocalSwarm
 from swarmnode.paths import shared_cache_folder
 from swarmnode.prompt_messages import Ask, chat, new_request_id
 from swarmnode.undivided import Undivided
 
-PROMPT: Final = "List five fruits, and say in one sentence why sleep is important."
+PROMPT: Final = "Why is sleep important?"
 MAX_TOKENS: Final = 120
 WORKERS: Final = 3
+MODEL_NAME: Final = "demo"
 CONTEXT_TOKENS: Final = 2048
 _KEPT: Final = "demo-swarm.json"
 
@@ -53,7 +57,7 @@ def run_demo(
     try:
         with _ending_on_sigterm(), swarm:
             progress("starting four daemons", 1, 1)
-            swarm.add_model(model, progress)
+            swarm.add_model(model, progress, name=MODEL_NAME)
             swarm.wait_ready(progress)
             result = _ask_and_prove(swarm, model, prompt or PROMPT, max_tokens or MAX_TOKENS, progress, show)
             if keep:
@@ -141,13 +145,9 @@ def _recall(cache: Path) -> dict[str, Any] | None:
 def _runs(node: dict[str, Any]) -> bool:
     """Whether the process is still that daemon: a process id may have been given to another program."""
     try:
-        command = Path(f"/proc/{int(node['pid'])}/cmdline").read_bytes()
-    except (OSError, ValueError, KeyError):
-        try:
-            return not LocalNode(node["name"], Path(node["data_dir"]), {}).status() is None
-        except Exception:
-            return False
-    return os.fsencode(node["data_dir"]) in command
+        return any(node["data_dir"] in word for word in psutil.Process(int(node["pid"])).cmdline())
+    except (psutil.Error, ValueError, KeyError):
+        return False
 
 
 def _refuse_second(cache: Path) -> None:
@@ -183,11 +183,11 @@ def stop_kept() -> dict[str, Any]:
     return {"stopped": [node["name"] for node in running]}
 
 
-class _ending_on_sigterm:  # noqa: N801 - a context manager, used like a function
+@contextlib.contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
     """SIGTERM ends the demo as Ctrl-C does, so that no daemon is left behind."""
-
-    def __enter__(self) -> None:
-        self._before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self._before)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

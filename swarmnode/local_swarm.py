@@ -190,8 +190,8 @@ class LocalSwarm:
         for worker in self.workers:
             worker.wait_up()
 
-    def add_model(self, path: Path, progress: Progress = _silent) -> dict[str, Any]:
-        with Call(self.leader.socket, "model_add", {"path": str(path)}) as call:
+    def add_model(self, path: Path, progress: Progress = _silent, *, name: str | None = None) -> dict[str, Any]:
+        with Call(self.leader.socket, "model_add", {"path": str(path), "name": name}) as call:
             for event in call:
                 if event.get("event") == "progress":
                     progress(event["step"], event["done"], event["total"])
