@@ -64,18 +64,25 @@ class Peer:
     served_as: str = MODEL.manifest.id
     sends: int = 0
     reads: list[tuple[int, int, int]] = field(default_factory=list)
-    service: ShardService = field(init=False)
+    service: TamperedService = field(init=False)
 
     def __post_init__(self) -> None:
         served = ServedModel(self.model.manifest, self.model.manifest.to_bytes(), self)
-        self.service = ShardService({self.served_as: served}.get)
+        self.service = TamperedService({self.served_as: served}.get)
+        self.service.peer = self
 
     def read(self, layer: int, expert: int, offset: int, length: int) -> bytes:
         self.reads.append((layer, expert, offset))
         return self.model.read(layer, expert, offset, length)
 
+
+class TamperedService(ShardService):
+    """The real service, over tampered streams."""
+
+    peer: Peer
+
     async def handle(self, stream: Stream) -> None:
-        await self.service.handle(Tampered(stream, self))
+        await super().handle(Tampered(stream, self.peer))
 
 
 class Tampered:
@@ -103,7 +110,7 @@ async def connected(*peers: Peer) -> AsyncIterator[tuple[Network, list[PeerId]]]
         ids = []
         for peer in peers:
             network = hub.join()
-            network.serve(PROTOCOL, peer.handle, max_streams_per_peer=limits.SHARD_STREAMS_PER_PEER_MAX)
+            peer.service.register(network)
             ids.append(await client.connect(network.addresses[0]))
         yield client, ids
 
