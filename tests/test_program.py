@@ -1,4 +1,4 @@
-"""Expert programs survive their bytes; hostile ones are a peer's mistake; shapes are checked before kernels see them."""
+"""Expert programs survive their bytes, hostile ones are a peer's mistake, and shapes are checked before kernels run."""
 
 from __future__ import annotations
 

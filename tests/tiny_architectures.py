@@ -304,6 +304,25 @@ def _step35(w: TinyWriter) -> None:
         w.dense_ffn(block, w.width, "_shexp")
 
 
+def _grovemoe(w: TinyWriter) -> None:
+    """A second block of experts in each layer, one for each group of two, under the same names in llama.cpp's graph."""
+    w.keys(
+        2, expert_feed_forward_length=w.ff, expert_chunk_feed_forward_length=w.ff, expert_group_scale=0.5,
+        experts_per_group=2, rope__dimension_count=w.head,
+    )  # fmt: skip
+    w.embeddings()
+    for layer in range(2):
+        block = f"blk.{layer}."
+        w.norms(block, "attn_norm", "ffn_norm")
+        w.norms(block, "attn_q_norm", "attn_k_norm", width=w.head)
+        w.attention(block)
+        w.router(block)
+        w.experts(block)
+        w.matrix(f"{block}ffn_gate_chexps", w.width, w.ff, N_EXPERT // 2)
+        w.matrix(f"{block}ffn_up_chexps", w.width, w.ff, N_EXPERT // 2)
+        w.matrix(f"{block}ffn_down_chexps", w.ff, w.width, N_EXPERT // 2, gain=2.0)
+
+
 def _llama4(w: TinyWriter) -> None:
     """Weights applied before the experts; a shared expert of exactly the experts' width; dense layers in between."""
     w.keys(
@@ -339,6 +358,7 @@ KINDS: Mapping[str, Kind] = {
     "qwen3next": ("qwen3next", _qwen3next),
     "gemma4": ("gemma4", _gemma4),
     "step35": ("step35", _step35),
+    "grovemoe": ("grovemoe", _grovemoe),
     "llama4": ("llama4", _llama4),
 }
 RECURRENT = frozenset({"nemotron-h-moe", "granite-hybrid", "lfm2moe", "qwen3next"})
