@@ -74,10 +74,21 @@ def test_dead_process_leaves_nothing_behind(tmp_path: Path, sig: signal.Signals)
 
 def test_a_child_process_does_not_inherit_the_claim(tmp_path: Path) -> None:
     with claim_threads(stock=2, folder=tmp_path):
-        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
+        held = {(tmp_path / "core-0").stat().st_ino, (tmp_path / "core-1").stat().st_ino}
+        files = [file for file in range(3, 256) if _inode(file) in held]
+        # Even one that has the very files, as a forked child does until it runs a program of its own.
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=files)
     with child, claim_threads(stock=2, folder=tmp_path) as granted:
-        assert granted == 2
         child.kill()
+        assert len(files) == 2
+        assert granted == 2
+
+
+def _inode(file: int) -> int | None:
+    try:
+        return os.fstat(file).st_ino
+    except OSError:
+        return None
 
 
 def test_wanting_more_than_there_is_gives_what_there_is(tmp_path: Path) -> None:
