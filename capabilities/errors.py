@@ -16,11 +16,18 @@ _DETAIL_KEYS = frozenset({"layer", "experts", "peer", "cause", "request_id", "re
 _LIST_LIMIT = 4_096
 
 
+_KINDS: dict[str, type[SwarmError]] = {}
+
+
 class SwarmError(Exception):
     """Base of all typed errors. `type` is the name on the wire; `hint` says what to do next."""
 
     type: ClassVar[str] = "internal"
     default_hint: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        """The first class of a type stands for it: a subclass without a wire name of its own arrives as its parent."""
+        _KINDS.setdefault(cls.type, cls)
 
     def __init__(self, message: str, *, hint: str | None = None, **details: Json) -> None:
         super().__init__(message)
@@ -35,7 +42,7 @@ class SwarmError(Exception):
     @staticmethod
     def from_json(value: Mapping[str, Json]) -> SwarmError:
         """Rebuild an error that a peer or daemon sent. Unknown types become `Internal`; texts are cut, details filtered."""
-        kind = _BY_TYPE.get(str(value.get("type")), Internal)
+        kind = _KINDS.get(str(value.get("type")), Internal)
         message = str(value.get("message", "no message"))[:_TEXT_LIMIT]
         hint = str(value.get("hint", ""))[:_TEXT_LIMIT]
         details = {k: _bounded(v) for k, v in value.items() if k in _DETAIL_KEYS}
@@ -127,12 +134,3 @@ class DeadlineExceeded(SwarmError):
 class Overloaded(SwarmError):
     type = "overloaded"
     default_hint = "Try again in a moment."
-
-
-_BY_TYPE: dict[str, type[SwarmError]] = {
-    kind.type: kind
-    for kind in (
-        Internal, PeerMistake, BadModelFile, UnsupportedModel, LibraryMismatch, UsageError, NoDaemon, NotReady, NoLeader,
-        ModelNotFound, ContextLengthExceeded, ExpertsUnavailable, RequestCancelled, DeadlineExceeded, Overloaded,
-    )
-}  # fmt: skip

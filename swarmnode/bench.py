@@ -46,29 +46,52 @@ def run_bench(
     if tokens < 2:
         raise UsageError("a decode rate needs at least two tokens", hint="Raise --tokens.")
     path = _find_model(model, progress)
-    root = Path(tempfile.mkdtemp(prefix="swarmnode-bench-"))
     context = prompt_tokens + tokens + _CONTEXT_ROOM
-    leader = {"leader": {"context_tokens": context, "parallel": 1, "fast": fast}}
+    result: dict[str, Any] = {
+        "model": model,
+        "workers": workers,
+        "threads_per_process": THREADS,
+        "prompt_tokens": prompt_tokens,
+        "tokens": tokens,
+        "rounds": rounds,
+        "fast": fast,
+    }
+    root = Path(tempfile.mkdtemp(prefix="swarmnode-bench-"))
+    undivided = Undivided(path, context_tokens=context, threads=THREADS, fast=fast)
     try:
-        undivided = Undivided(path, context_tokens=context, threads=THREADS)
-        try:
-            prompt = _prompt(undivided, prompt_tokens)
-            with LocalSwarm(root, workers, leader=leader, each={"compute": {"threads": THREADS}}) as swarm:
-                swarm.add_model(path, progress)
-                swarm.wait_ready(progress)
-                return {
-                    "model": model,
-                    "workers": workers,
-                    "threads_per_process": THREADS,
-                    "prompt_tokens": prompt_tokens,
-                    "tokens": tokens,
-                    "rounds": rounds,
-                    **_measure(swarm, undivided, prompt, tokens, rounds, progress),
-                }
-        finally:
-            undivided.close()
+        prompt = _prompt(undivided, prompt_tokens)
+        leader = {"leader": {"context_tokens": context, "parallel": 1, "fast": fast}}
+        with LocalSwarm(root, workers, leader=leader, each={"compute": {"threads": THREADS}}) as swarm:
+            swarm.add_model(path, progress)
+            swarm.wait_ready(progress)
+            result.update(_measure(swarm, undivided, prompt, tokens, rounds, progress))
     finally:
+        undivided.close()
         shutil.rmtree(root, ignore_errors=True)
+    if not fast:
+        result["batch_invariance"] = _invariance_cost(path, context, prompt, tokens, rounds, result["llama_cpp"], progress)
+    return result
+
+
+def _invariance_cost(
+    path: Path, context: int, prompt: str, tokens: int, rounds: int, invariant: Mapping[str, float], progress: Progress
+) -> dict[str, Any]:
+    """llama.cpp undivided with flash attention and a shared cache, and the share of its speed that invariance takes."""
+    progress("llama.cpp without batch invariance", 0, rounds)
+    undivided = Undivided(path, context_tokens=context, threads=THREADS, fast=True)
+    try:
+        undivided.answer(_ask(prompt, 2))
+        rows = []
+        for done in range(rounds):
+            whole = undivided.answer(_ask(prompt, tokens))
+            rows.append(
+                _rates(whole.prompt_tokens, len(whole.tokens), whole.timings.prefill_s, whole.timings.decode_s)
+            )
+            progress("llama.cpp without batch invariance", done + 1, rounds)
+    finally:
+        undivided.close()
+    fast = _median(rows)
+    return {"llama_cpp_fast": fast, "cost": {key: round(1 - invariant[key] / fast[key], 4) for key in fast}}
 
 
 def _find_model(model: str, progress: Progress) -> Path:
@@ -167,7 +190,7 @@ def _costs(before: Mapping[str, Any], after: Mapping[str, Any], tokens: int) -> 
         return float(b - a)
 
     def links(key: str) -> float:
-        return sum(link[key] for link in after["links"]) - sum(link[key] for link in before["links"])
+        return float(sum(link[key] for link in after["links"]) - sum(link[key] for link in before["links"]))
 
     kernels_s = links("compute_us") / 1e6 + grown("decode_s") - grown("callback_s")
     layers = grown("layers", "decode_layers")

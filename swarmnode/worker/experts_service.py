@@ -103,7 +103,10 @@ class ExpertsService:
         head = request_head(header)
         if isinstance(head, Notice):
             raise PeerMistake("a notice has no payload")
-        check_dispatch(head, payload_bytes, self.epochs.layer_of(head)[1])
+        held = self.epochs.find(head.term, head.epoch)
+        layer = held.layers.get(head.layer) if held is not None else None
+        if layer is not None:  # another epoch gets a typed failure, once its bytes are out of the way
+            check_dispatch(head, payload_bytes, layer)
 
     async def _answer(self, frame: Frame) -> bytes | None:
         head = request_head(frame.header)
