@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 from collections.abc import MutableMapping
+from itertools import islice
 from typing import Any, Literal, TextIO
 
 import structlog
@@ -29,7 +30,10 @@ OUR_PACKAGES = ("swarmnode", "backends", "scheduler", "capabilities")
 SECRET_KEYS = frozenset(
     ("prompt", "text", "token", "tokens", "messages", "system", "answer", "content", "generated", "stop")
 )
-VALUE_CHARS_MAX = 500  # of one value; the longest legitimate ones are addresses and error messages
+VALUE_CHARS_MAX = 500  # of one value; the longest legitimate ones are error messages
+INNER_CHARS_MAX = 200  # of a text within a list or mapping: an address, an error's message
+ITEMS_MAX = 16  # of a list or mapping
+DEPTH_MAX = 2  # deeper ones are shown as text
 EXCEPTION_CHARS_MAX = 20_000
 
 
@@ -81,14 +85,22 @@ def _withhold(_logger: Any, _method: str, event: Event) -> Event:
 
 def _clean(_logger: Any, _method: str, event: Event) -> Event:
     for key, value in event.items():
-        if isinstance(value, bool | int | float) or value is None or key in ("exc_info", "_record", "_from_structlog"):
-            continue
-        text = value if isinstance(value, str) else repr(value)
-        if len(text) > VALUE_CHARS_MAX:
-            text = f"{text[:VALUE_CHARS_MAX]}... ({len(text)} characters)"
-        if text is not value or not text.isprintable():
-            event[key] = printable_line(text)
+        if key not in ("exc_info", "_record", "_from_structlog"):
+            event[key] = _bounded(value, VALUE_CHARS_MAX, DEPTH_MAX)
     return event
+
+
+def _bounded(value: Any, chars: int, depth: int) -> Any:
+    """The value with every text in it printable and cut, and few of what a list or mapping has many of."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if depth and isinstance(value, dict):
+        inner = dict(islice(value.items(), ITEMS_MAX))
+        return {_bounded(str(key), chars, 0): _bounded(item, INNER_CHARS_MAX, depth - 1) for key, item in inner.items()}
+    if depth and isinstance(value, list | tuple):
+        return [_bounded(item, INNER_CHARS_MAX, depth - 1) for item in value[:ITEMS_MAX]]
+    text = value if isinstance(value, str) else repr(value)
+    return printable_line(text if len(text) <= chars else f"{text[:chars]}... ({len(text)} characters)")
 
 
 def _clean_exception(_logger: Any, _method: str, event: Event) -> Event:

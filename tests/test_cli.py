@@ -34,7 +34,7 @@ STATUS = {
     "epoch": 1,
     "ready": False,
     "reason": "attic is loading",
-    "addresses": ["/ip4/192.168.100.100/tcp/11436"],
+    "addresses": [f"/ip4/192.168.100.100/tcp/11436/p2p/{PEER}"],
     "model": {
         "name": "demo",
         "architecture": "deepseek",
@@ -287,7 +287,7 @@ def test_status_fits_and_is_plain_without_a_terminal(run: Run) -> None:
     assert max(map(len, out.splitlines())) <= 80
     assert "not ready: attic is loading" in out
     assert "30 experts missing (layer/expert 0/3, 1/3" in out
-    assert PEER in out
+    assert re.search(rf"this peer +{PEER} *\n +/ip4/192.168.100.100/tcp/11436 *\n", out)
     assert re.search(r"attic-with-\S+ hCsVYM2X worker +loading 45 % +ggml +160 +0.2 0.1.0", out)
     assert "the disk is full" in out
 

@@ -77,11 +77,14 @@ def test_prompts_and_tokens_are_withheld_counts_are_not(lines: Callable[[], list
 def test_peers_texts_are_harmless_and_short(lines: Callable[[], list[dict[str, object]]]) -> None:
     log = structlog.get_logger("swarmnode.x")
     log.info("peer", name="\x1b[2Jevil\u202e\n", agent="x" * 10_000, list=["y" * 10_000], raw=b"\x1b")
+    log.info("nested", error={"message": "\x1b", "experts": list(range(1000))}, addresses=("/ip4/127.0.0.1",))
     try:
         raise ValueError("\x1b]0;title\x07")
     except ValueError:
         log.exception("failed")
-    peer, failed = lines()
+    peer, nested, failed = lines()
+    assert nested["error"] == {"message": "\\x1b", "experts": list(range(16))}
+    assert nested["addresses"] == ["/ip4/127.0.0.1"]
     assert peer["name"] == "\\x1b[2Jevil\\u202e\\x0a"
     assert len(json.dumps(peer)) < 2_000
     assert "\x1b" not in str(failed["exception"])

@@ -42,7 +42,8 @@ def print_status(status: Mapping[str, Json]) -> None:
     table.add_row("requests", ", ".join(f"{_text(count)} {_text(kind)}" for kind, count in requests.items()) or "-")
     table.add_row("this peer", _text(status.get("self")))
     for address in _list(status.get("addresses"))[:ENTRIES_SHOWN]:
-        table.add_row("", _text(address))
+        # Without the peer id, which stands above: both together would break over two lines, and nobody could copy them.
+        table.add_row("", _text(address).removesuffix(f"/p2p/{status.get('self')}"))
     console.print(table)
     console.print()
     console.print(_peers_table(peers))
