@@ -17,6 +17,7 @@ class Counters:
     bytes_sent: int = 0
     bytes_received: int = 0
     streams_refused: int = 0
+    peer_mistakes: int = 0
     handler_errors: int = 0
     junk_connections: int = 0
     connections_broken: int = 0

@@ -6,7 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import structlog
+import trio
 
+from capabilities.errors import PeerMistake
 from swarmnode.net.counters import Counters
 from swarmnode.net.interface import ConnectionCallback, NetworkError, PeerId, StreamHandler
 from swarmnode.net.muxer_stream import MuxerStream
@@ -49,8 +51,11 @@ class Handlers:
             await stream.aclose()
         except Exception as error:
             await stream.reset()
-            if _is_the_networks(error):
+            if _is_all(error, NetworkError):
                 log.debug("stream ended", protocol=stream.protocol, peer=stream.peer, reason=str(error))
+            elif _is_all(error, NetworkError, PeerMistake, trio.TooSlowError):
+                log.warning("peer mistake", protocol=stream.protocol, peer=stream.peer, reason=_first_text(error))
+                self._counters.peer_mistakes += 1
             else:
                 log.exception("handler failed", protocol=stream.protocol, peer=stream.peer)
                 self._counters.handler_errors += 1
@@ -81,8 +86,14 @@ class ConnectionNews:
                 log.exception("connection callback failed", peer=peer)
 
 
-def _is_the_networks(error: Exception) -> bool:
-    """Whether a handler ended because the network did: then nothing is wrong with the handler."""
+def _is_all(error: Exception, *kinds: type[Exception]) -> bool:
+    """Whether a handler ended for nothing but these: then nothing is wrong with the handler."""
     if isinstance(error, ExceptionGroup):
-        return error.split(NetworkError)[1] is None
-    return isinstance(error, NetworkError)
+        return error.split(kinds)[1] is None
+    return isinstance(error, kinds)
+
+
+def _first_text(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return "it is too slow" if isinstance(error, trio.TooSlowError) else str(error)

@@ -69,8 +69,10 @@ class NetworkStatistics:
     bytes_received: int
     streams_refused: int
     """Streams of peers that were over a limit, asked for an unknown protocol or never asked for one."""
+    peer_mistakes: int
+    """Streams that ended because the peer broke their protocol, or kept this node waiting beyond a deadline."""
     handler_errors: int
-    """Handlers of this node that raised something else than a NetworkError."""
+    """Handlers of this node that raised anything else than a NetworkError: faults of this program."""
     junk_connections: int
     """Inbound connections that never became a peer: junk, plaintext, another network key, silence."""
     connections_broken: int
