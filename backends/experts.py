@@ -37,7 +37,7 @@ F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
 ReadSlice = Callable[[int, int], "memoryview | bytes"]  # (expert, tensor index) -> the tensor's slice of that expert
 
-SLICE_BYTES_MAX: Final = 48 << 20  # activations of one slice of a batch; a worker's memory is its experts plus 250 MiB
+SLICE_BYTES_MAX: Final = 24 << 20  # activations of one slice of a batch; a worker's memory is its experts plus 250 MiB
 # One-token graphs are kept with their activations: 50 kB a row in a wide model, times layers, times numbers of rows.
 GRAPH_BYTES_MAX: Final = 64 << 20
 _USAGE_WEIGHTS: Final = 1
@@ -164,7 +164,9 @@ class GgmlExperts:
         self, held: _Layer, tensor: ExpertTensor, index: int, experts: Sequence[int], read: ReadSlice
     ) -> None:
         lib = self._lib
-        repacked = self._repack_type(tensor, held.spec) if self._repack else None
+        # Where llama.cpp would repack the whole layer's weight, a share of it is repacked too.
+        whole_shape = (*tensor.shape, max(2, held.spec.n_expert))
+        repacked = self.device.repack_type(tensor.type, whole_shape) if self._repack and len(whole_shape) == 3 else 0
         # ggml repacks only what has three dimensions, and a tensor of one expert has two: such an expert is held twice,
         # for the plain layout's kernel need not give the same bits.
         stack = list(experts) * 2 if repacked and len(experts) == 1 else list(experts)
@@ -210,26 +212,6 @@ class GgmlExperts:
         lib = self._lib
         makers = (lib.ggml_new_tensor_1d, lib.ggml_new_tensor_2d, lib.ggml_new_tensor_3d)
         return int(makers[len(tensor.shape)](context, tensor.type, *tensor.shape, count))
-
-    def _repack_type(self, tensor: ExpertTensor, spec: LayerExperts) -> int | None:
-        """The buffer type that llama.cpp would repack this weight into, or None."""
-        if len(tensor.shape) != 2:
-            return None
-        lib, (ne0, ne1) = self._lib, tensor.shape
-        for buffer_type in self.device.extra_buffer_types:
-            context = lib.ggml_init(InitParams(8 * lib.ggml_tensor_overhead(), None, True))
-            weight = lib.ggml_new_tensor_3d(context, tensor.type, ne0, ne1, max(2, spec.n_expert))
-            x = lib.ggml_new_tensor_3d(context, TYPE_F32, ne0, 1, 1)
-            ids = lib.ggml_new_tensor_2d(context, TYPE_I32, spec.n_used, 1)
-            product = lib.ggml_mul_mat_id(context, weight, x, ids)
-            # ggml looks at the weight's buffer: one of no size will do, as in llama.cpp's own loader.
-            buffer = tensor_at(weight).buffer = self.device.empty_buffer(buffer_type)
-            supported = lib.ggml_backend_dev_supports_op(self.device.handle, product)
-            lib.ggml_backend_buffer_free(buffer)
-            lib.ggml_free(context)
-            if supported:
-                return buffer_type
-        return None
 
     def unload_layer(self, layer: int) -> None:
         held = self._layers.pop(layer, None)
