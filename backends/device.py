@@ -6,7 +6,7 @@ import ctypes as ct
 from dataclasses import dataclass
 from typing import Final
 
-from backends.ggml import DEVICE_CPU, Library, library
+from backends.ggml import DEVICE_CPU, TYPE_F32, TYPE_I32, InitParams, Library, library, tensor_at
 from capabilities.errors import Internal, UsageError
 
 _THREADS_MAX: Final = 512  # GGML_MAX_N_THREADS
@@ -113,6 +113,27 @@ class Device:
             found.append(int(types[len(found)]))
         return tuple(found)
 
-    def empty_buffer(self, buffer_type: int) -> int:
-        """A buffer of no bytes, to ask whether an operation is supported on a buffer type. The caller frees it."""
-        return int(library().ggml_backend_buft_alloc_buffer(buffer_type, 0))
+    def repack_type(self, kind: int, shape: tuple[int, ...]) -> int:
+        """The buffer type that llama.cpp would repack a weight into, 0 if none.
+
+        `shape` is in ggml order: of two dimensions for a dense weight, of three for stacked experts.
+        """
+        lib = library()
+        for buffer_type in self.extra_buffer_types:
+            context = lib.ggml_init(InitParams(8 * lib.ggml_tensor_overhead(), None, True))
+            if len(shape) == 3:
+                weight = lib.ggml_new_tensor_3d(context, kind, *shape)
+                x = lib.ggml_new_tensor_3d(context, TYPE_F32, shape[0], 1, 1)
+                ids = lib.ggml_new_tensor_2d(context, TYPE_I32, 1, 1)
+                product = lib.ggml_mul_mat_id(context, weight, x, ids)
+            else:
+                weight = lib.ggml_new_tensor_2d(context, kind, *shape)
+                product = lib.ggml_mul_mat(context, weight, lib.ggml_new_tensor_2d(context, TYPE_F32, shape[0], 1))
+            # ggml looks at the weight's buffer: one of no size will do, as in llama.cpp's own loader.
+            buffer = tensor_at(weight).buffer = lib.ggml_backend_buft_alloc_buffer(buffer_type, 0)
+            supported = lib.ggml_backend_dev_supports_op(self.handle, product)
+            lib.ggml_backend_buffer_free(buffer)
+            lib.ggml_free(context)
+            if supported:
+                return buffer_type
+        return 0

@@ -79,6 +79,7 @@ _PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "ggml_type_size": (_SIZE, (_I,)),
     "ggml_blck_size": (_I64, (_I,)),
     "ggml_row_size": (_SIZE, (_I, _I64)),
+    "ggml_quantize_chunk": (_SIZE, (_I, _P, _P, _I64, _I64, _I64, _P)),
     "ggml_type_name": (_STR, (_I,)),
     "ggml_nbytes": (_SIZE, (_P,)),
     "ggml_set_name": (_P, (_P, _STR)),

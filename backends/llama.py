@@ -1,14 +1,16 @@
 """llama.cpp on one GGUF: a whole model, or a trunk whose experts a hook computes elsewhere.
 
-By default the context is batch-invariant: flash attention off and a KV cache of its own for each sequence, so that a
-token's bits do not depend on the batch that it was computed in (together with a build without llamafile's kernels,
-and with the choice of kernels in ggml.py; docs/architecture.md). `fast` gives up the context's part.
+By default the context is batch-invariant, so that a token's bits do not depend on the batch that it was computed in:
+flash attention off, a KV cache of its own for each sequence, and weights repacked only where that keeps the bits
+(weight_layout.py); together with a build without llamafile's kernels and the choice of kernels in ggml.py. `fast` gives
+up the first three (docs/architecture.md).
 """
 
 from __future__ import annotations
 
 import ctypes as ct
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -17,10 +19,11 @@ import numpy as np
 from llama_cpp import llama_cpp as lc
 from numpy.typing import NDArray
 
-from backends.device import list_devices
+from backends.device import Device, list_devices
 from backends.ggml import library
 from backends.moe_hook import Hook
 from backends.vocabulary import Vocabulary
+from backends.weight_layout import WeightLayout, batch_invariant_layout
 from capabilities.errors import BadModelFile, Internal
 
 F32 = NDArray[np.float32]
@@ -42,6 +45,12 @@ class LlamaSettings:
     fast: bool = False
     repack: bool = True
     gpu_layers: int = -1  # -1: all that a GPU build offers; a CPU build has none
+
+
+class _BufferTypeOverride(ct.Structure):
+    """`struct llama_model_tensor_buft_override`."""
+
+    _fields_ = (("pattern", ct.c_char_p), ("buft", ct.c_void_p))
 
 
 @lc.llama_log_callback  # type: ignore[untyped-decorator]
@@ -92,15 +101,19 @@ class LlamaModel:
 
     def _load(self, path: Path) -> Any:
         params = lc.llama_model_default_params()
-        params.use_extra_bufts = self.settings.repack
         params.n_gpu_layers = self.settings.gpu_layers
+        layout = WeightLayout(self.settings.repack)
+        if self.settings.repack and not self.settings.fast:
+            layout = batch_invariant_layout(path, _cpu())
+        overrides = list(layout.overrides)
         if self.hook is not None and any(not d.is_cpu for d in list_devices()):
             # Experts of width 1 miss every fast GPU kernel; on the CPU their inputs arrive in memory that we can read.
-            override = (lc.llama_model_tensor_buft_override * 2)()
-            override[0].pattern = _EXPERT_PATTERN
-            override[0].buft = _cpu_buffer_type()
-            self._override = override
-            params.tensor_buft_overrides = override
+            overrides.append((_EXPERT_PATTERN, _cpu().buffer_type))
+        params.use_extra_bufts = layout.may_repack
+        if overrides:
+            slots = [_BufferTypeOverride(*override) for override in overrides]
+            array = (_BufferTypeOverride * (len(slots) + 1))(*slots)  # an empty one ends it
+            params.tensor_buft_overrides = ct.addressof(array)
         model = lc.llama_model_load_from_file(str(path).encode(), params)
         if not model:
             raise BadModelFile(f"llama.cpp refuses {path.name}{_reason()}", path=str(path))
@@ -216,10 +229,9 @@ class LlamaModel:
         self.close()
 
 
-def _cpu_buffer_type() -> int:
-    lib = library()
-    cpu = next(i for i, d in enumerate(list_devices()) if d.is_cpu)
-    return int(lib.ggml_backend_dev_buffer_type(lib.ggml_backend_dev_get(cpu)))
+@cache
+def _cpu() -> Device:
+    return Device(next(d.name for d in list_devices() if d.is_cpu))
 
 
 def _reason() -> str:
