@@ -70,7 +70,6 @@ class Vocabulary:
         """
         if self.chat_template is None:
             raise UsageError("this model has no chat template", hint="Ask with --raw to send the prompt as it is.")
-        from jinja2.exceptions import TemplateError
         from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
         start = self._special_text(lc.llama_vocab_bos(self._vocab))
@@ -78,7 +77,7 @@ class Vocabulary:
         try:
             formatter = Jinja2ChatFormatter(self.chat_template, eos_token=end, bos_token=start)
             prompt = str(formatter(messages=list(messages)).prompt)
-        except (TemplateError, ValueError) as error:
+        except Exception as error:  # a template is a program of the model's author, and may fail in any way
             raise UsageError(f"the model's chat template refuses this conversation: {error}") from None
         # Where the vocabulary adds its start token by itself, a template that writes it too would double it.
         if start and lc.llama_vocab_get_add_bos(self._vocab) and prompt.startswith(start):
