@@ -1,1 +1,30 @@
-"""See docs/architecture.md."""
+"""Running kernels: llama.cpp for the trunk, ggml for experts, NumPy to check both; and the files that models come in.
+
+A model's file
+    gguf_file        a GGUF, single or split, checked before llama.cpp sees it (gguf_header, gguf_checks, gguf_types)
+    expert_tensors   which tensors are routed experts, and what shapes they have
+    trunk_file       the same file with its experts shrunk to width 1
+    manifest         a model by content: trunk, experts, programs, hashes (canonical reads it from a peer)
+    expert_source    experts' bytes out of the model's own file, and their hashes
+    add_model        from a file to a folder that can be served, in a child process (child, learn)
+    atomic_file      files that are complete or absent
+
+Experts
+    program          what one expert computes, in portable form
+    capture, replay  from llama.cpp's graph to a program, from a program to a ggml graph
+    experts          the ExpertBackend protocol, and ggml's implementation of it
+    numpy_reference  another one, in float64, float32 or float16 (numpy_functions)
+    activations      rows rounded once, by the leader, where that is exact
+
+llama.cpp and ggml
+    ggml, device     ctypes over the installed libraries; one compute device
+    llama            a model and its context; vocabulary has its tokens and chat template
+    moe_hook         stops llama.cpp at each MoE layer
+    weight_layout    which weights may be repacked without touching batch invariance
+
+Models made here
+    demo_model       the demo model (demo_recipe, paired_experts, dense_forward, q4_1; demo_measure measures it)
+    synthetic        real shapes with random weights, for measuring speed (byte_vocabulary is their tokenizer)
+
+Nothing is imported here, since half of these modules load llama.cpp. No other package may load it.
+"""

@@ -7,6 +7,7 @@ text_stream  bytes of tokens to text that may be shown
 requests     what enters and leaves the batcher
 answer       one answer while it grows
 batching     what the trunk decodes next, and what its logits mean for each request
+settling     when to place experts anew
 placement    which peer holds which experts
 dispatch     which rows of a layer go to which peer, and where its answers belong
 liveness     which peers still answer
@@ -30,6 +31,7 @@ from scheduler.requests import (
     Usage,
 )
 from scheduler.sampling import NonFiniteLogits, Sampled, SamplingParams, sample, uniform
+from scheduler.settling import Decision, Present, decide
 from scheduler.text_stream import TextDelta, TextStream, check_stops
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "TICK_S",
     "Batcher",
     "BatcherStatistics",
+    "Decision",
     "Effect",
     "FailedEffect",
     "FailureDetector",
@@ -49,6 +52,7 @@ __all__ = [
     "Placement",
     "PlacementImpossible",
     "Plan",
+    "Present",
     "QueuedEffect",
     "Request",
     "RowRate",
@@ -67,6 +71,7 @@ __all__ = [
     "check_reply",
     "check_stops",
     "deadline_s",
+    "decide",
     "even_split",
     "gather",
     "plan",

@@ -1,1 +1,23 @@
-"""See docs/architecture.md."""
+"""The daemon around the pure parts: network, storage, services and command lines. The only package that awaits.
+
+Start with `daemon` (everything that runs, on one page), then `leader` and `worker`.
+
+    cli               swarmnode and swarmctl
+    daemon            the nursery tree
+    leader, worker    the two roles
+    net               libp2p behind one interface, and the same interface without a network
+    shards            experts from peer to peer, and their cache on disk
+    asker             prompts from any peer to the leader
+    handlers, status  what swarmctl may ask of a daemon (control, control_client: the socket in between)
+    models            the models that this node knows; model_check judges one before it is added
+
+    wire, limits                                        frames, and every bound with its reason
+    expert_messages, member_messages, prompt_messages   what the frames say (shards.messages: the fourth)
+    pinger                                              who still answers
+
+    config, paths, logs, identity, durable, threads     what a daemon has on its machine (printable, version)
+    local_experts, local_swarm, undivided, demo, bench  whole swarms on one machine, and llama.cpp beside them
+    bootstrap                                           set-up, on the standard library alone
+
+Nothing is imported here: commands must start at once.
+"""

@@ -1,1 +1,7 @@
-"""The two commands: `swarmnode` (the daemon) and `swarmctl` (everything else)."""
+"""The two commands: `swarmnode` (the daemon) and `swarmctl` (everything else).
+
+daemon     swarmnode run, config, version
+ctl        swarmctl status, ask, demo, bench; models adds `swarmctl model ...`
+common     options, exit statuses, and the one place where a failure is printed
+render     what people see; progress is the line that says a long command lives
+"""

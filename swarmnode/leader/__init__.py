@@ -1,1 +1,11 @@
-"""The leader: it routes, samples and combines. Experts are computed on workers; everything else of a token is here."""
+"""The leader: it routes, samples and combines. Experts are computed on workers; everything else of a token is here.
+
+service           one active model and all that serves it
+prompts           a request: text to tokens, effects back to whoever asked
+engine            the decode thread: one llama.cpp context, one batcher, one loop
+remote_experts    one MoE layer out to its holders and back, called from the decode thread
+link              one worker's experts stream
+members           who is there (the member protocol)
+placer            when to place, who holds what, and when an epoch begins
+probe             every held expert, named and compared, before it serves
+"""

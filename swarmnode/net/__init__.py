@@ -1,1 +1,16 @@
-"""Everything that touches libp2p, behind one thin interface (interface.py), so that the rest runs on a simulated network."""
+"""Everything that touches libp2p, behind one thin interface, so that all else runs on a simulated network as well.
+
+interface         peers, streams of bytes, and what may go wrong: read this one
+libp2p_host       the interface on TCP, Noise and yamux
+memory            the interface inside one process, with delays, silence and cuts on demand
+limits            every bound of this folder, with its reason
+
+tcp               a socket that can be used without a pass through the scheduler
+noise_session     libp2p's handshake, then sealing and opening as plain functions
+muxer             many streams over one connection; muxer_stream is one of them
+multistream       agreeing on a protocol's name
+admission         who may be in a handshake at the same time
+libp2p_adapters   the above in the shapes that py-libp2p expects
+handlers          runs what the layers above serve, and survives it
+addresses, counters, groups   what an address means; what is counted; exceptions without their groups
+"""

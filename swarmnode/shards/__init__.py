@@ -1,1 +1,7 @@
-"""Experts by content: the disk cache, the service that gives them out, and fetching from several sources."""
+"""Experts on their way from one peer's disk to another's, each checked against the hash that names it.
+
+messages     the protocol
+service      answers: from a model's own file, or from any other source
+fetch        asks: several sources, resumable (fetch_plan decides who fetches what)
+store        the cache on disk, one file an expert, within a budget
+"""
