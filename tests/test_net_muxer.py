@@ -117,18 +117,19 @@ async def test_a_cancelled_write_leaves_the_connection_usable() -> None:
 
 async def test_streams_over_the_limit_are_reset_and_counted() -> None:
     async with muxer_pair() as pair:
-        streams = [pair.near.open_stream() for _ in range(limits.INBOUND_STREAMS_MAX + 3)]
-        for stream in streams[-3:]:
+        pairs = [await stream_pair(pair) for _ in range(limits.INBOUND_STREAMS_MAX)]
+        for _ in range(3):
             with pytest.raises(StreamReset), trio.fail_after(5):
-                await stream.receive_exactly(1)
+                await pair.near.open_stream().receive_exactly(1)
         assert pair.far_counters.streams_refused == 3
-        await streams[0].send(b"x")
-        assert await (await pair.far.accept_stream()).receive_exactly(1) == b"x"
-        await streams[0].reset()
+        near, far = pairs[0]
+        await near.send(b"x")
+        assert await far.receive_exactly(1) == b"x"
+        await near.reset()
         await eventually(lambda: pair.far.streams_open == limits.INBOUND_STREAMS_MAX - 1)
-        replacement = pair.near.open_stream()
-        await replacement.send(b"y")
-        await eventually(lambda: pair.far.streams_open == limits.INBOUND_STREAMS_MAX)
+        near, far = await stream_pair(pair)
+        await near.send(b"y")
+        assert await far.receive_exactly(1) == b"y"
 
 
 async def test_streams_opened_here_are_limited() -> None:
@@ -332,7 +333,17 @@ async def test_goodbye_ends_the_connection_without_blame() -> None:
         assert attacked.counters.connections_broken == 0
 
 
-async def test_asking_without_reading_the_answers_ends_the_connection() -> None:
+async def test_a_flood_of_small_frames_ends_the_connection() -> None:
+    async with attacked_muxer() as attacked:
+        await attacked.peer.send(frame(WINDOW, SYN, 1, 0))
+        with pytest.raises(ConnectionLost), trio.fail_after(20):
+            await send_without_end(attacked.peer, frame(WINDOW, 0, 1, 0) * 10_000)
+        await eventually(attacked.muxer.closed.is_set)
+        assert "flood" in attacked.muxer.reason
+
+
+async def test_asking_without_reading_the_answers_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SMALL_FRAMES_PER_TICK_MAX", 10**9)
     async with attacked_muxer() as attacked:
         pings = frame(PING, SYN, 0, 0) * 5_000
         with pytest.raises(ConnectionLost), trio.fail_after(20):
@@ -446,6 +457,20 @@ async def test_windows_of_a_connection_do_not_grow_beyond_their_budget() -> None
         nursery.cancel_scope.cancel()
 
 
+async def test_a_closed_stream_gives_its_window_back() -> None:
+    """Each stream here grows to the largest window: without giving back, the connection's budget ends at the fifth."""
+    async with muxer_pair() as pair:
+        for _ in range(8):
+            near, far = await stream_pair(pair)
+            with trio.fail_after(10):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(near.send, bytes(limits.WINDOW_BYTES_MAX))
+                    await far.receive_exactly(limits.WINDOW_BYTES_MAX)
+            assert far.window == limits.WINDOW_BYTES_MAX
+            await near.aclose()
+            await far.aclose()
+
+
 # --- Underneath: session, link, negotiation ---------------------------------------------------------------------------
 
 
@@ -473,21 +498,22 @@ async def test_different_network_keys_understand_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "bytes_sent",
+    ("junk", "reason"),
     [
-        b"\xff" * 100,
-        b"\x00",
-        b"\x05abcde",
-        b"\xff\x7f" + b"x" * 300,
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\x13/multistream/1.0.0\n" + b"\x03\xff\xfe\n" * 20,
+        (b"\xff" * 100, "a line of 32767 bytes"),
+        (b"\x00", "a line of 0 bytes"),
+        (b"\x81\x02" + b"x" * 300, "a line of 257 bytes"),
+        (b"\x05abcde", "a line without its end"),
+        (b"\x04abc\n", "does not speak"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(100), "a line without its end"),
+        (b"\x13/multistream/1.0.0\n" + b"\x03\xff\xfe\n" * 20, "too many"),
     ],
+    ids=["varint", "empty line", "long line", "no newline", "another greeting", "HTTP", "many proposals"],
 )
-async def test_negotiation_survives_any_bytes(bytes_sent: bytes) -> None:
+async def test_negotiation_survives_any_bytes(junk: bytes, reason: str) -> None:
     async with link_pair((Counters(), Counters())) as (near, far):
-        await near.send(bytes_sent)
-        near.close_now()
-        with pytest.raises((multistream.NegotiationFailed, ConnectionLost)), trio.fail_after(5):
+        await near.send(junk)
+        with pytest.raises(multistream.NegotiationFailed, match=reason), trio.fail_after(5):
             await multistream.answer(far, ["/a"])
 
 

@@ -45,7 +45,7 @@ STOCK_MUXER = "/yamux/1.0.0"
 
 
 class Upgrader(TransportUpgrader):  # type: ignore[misc]
-    """Link to session to muxer. `admit` raises if a peer, proven by the handshake, may have no further connection."""
+    """Link to session to muxer. `admit` raises if the peer, proven by the handshake, may not connect."""
 
     def __init__(
         self, handshake: NoiseHandshake, admit: Callable[[PeerId], None], counters: Counters, muxers: tuple[str, ...]
@@ -191,6 +191,9 @@ class NoAutoConnector(AutoConnector):  # type: ignore[misc]
 
     async def maybe_connect(self) -> None:
         return
+
+    def record_disconnect(self, peer_id: ID) -> None:
+        """Not even remembers: the original keeps every peer that ever left."""
 
 
 class _ToStructlog(logging.Handler):

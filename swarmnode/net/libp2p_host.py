@@ -12,6 +12,7 @@ peer provokes an exception in the wrong task. Handlers run in tasks of this netw
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -41,7 +42,6 @@ from swarmnode.net.interface import (
     ConnectionLost,
     DialFailed,
     ListenFailed,
-    NetworkError,
     NetworkStatistics,
     PeerId,
     ProtocolNotSupported,
@@ -92,7 +92,7 @@ class Libp2pNetwork:
         self._dialing: dict[PeerId, trio.Lock] = {}
         handshake = NoiseHandshake(identity.key_pair)
         upgrader = Upgrader(handshake, self._admit, self._counters, muxers)
-        peer_store = PeerStore(max_peers=limits.CONNECTIONS_MAX)
+        peer_store = PeerStore(max_peers=sys.maxsize)
         peer_store.add_key_pair(ID.from_pubkey(identity.key_pair.public_key), identity.key_pair)
         self._swarm = Swarm(
             ID.from_pubkey(identity.key_pair.public_key),
@@ -172,7 +172,7 @@ class Libp2pNetwork:
         try:
             with trio.fail_after(limits.PROTOCOL_SECONDS_MAX):
                 protocol = await multistream.answer(muxed.stream, self.host.get_mux().get_protocols())
-        except (multistream.NegotiationFailed, NetworkError, trio.TooSlowError) as error:
+        except Exception as error:
             log.debug("stream refused", peer=muxed.stream.peer, reason=str(error))
             self._counters.streams_refused += 1
             await muxed.stream.reset()
@@ -206,19 +206,20 @@ class Libp2pNetwork:
         return peer
 
     async def _dial(self, text: str, address: Multiaddr, peer: ID) -> None:
-        with trio.move_on_after(limits.CONNECT_SECONDS_MAX):
-            link = None
-            try:
+        link: TcpLink | None = None
+        connected = False
+        try:
+            with trio.move_on_after(limits.CONNECT_SECONDS_MAX):
                 link = await self._transport.dial_link(address)
                 await self.host.upgrade_outbound_connection(link, peer)
-            except Exception as error:  # libp2p wraps causes in its own exceptions
-                raise DialFailed(text, _root_cause(error)) from error
-            except BaseException:
-                if link is not None:
-                    link.close_now()
-                raise
-            return
-        raise DialFailed(text, f"no answer for {limits.CONNECT_SECONDS_MAX:.0f} s")
+                connected = True
+        except Exception as error:  # libp2p wraps causes in its own exceptions
+            raise DialFailed(text, _root_cause(error)) from error
+        finally:
+            if link is not None and not connected:
+                link.close_now()
+        if not connected:
+            raise DialFailed(text, f"no answer for {limits.CONNECT_SECONDS_MAX:.0f} s")
 
     async def disconnect(self, peer: PeerId) -> None:
         """See interface.Network."""
@@ -243,8 +244,6 @@ class Libp2pNetwork:
     def _admit(self, peer: PeerId) -> None:
         if peer == self.peer_id:
             raise ValueError("the other side has this node's identity (a copied data folder?)")
-        if len(self._connections.get(peer, ())) >= limits.CONNECTIONS_PER_PEER_MAX:
-            raise ValueError("the peer has too many connections")
 
     def _preferred(self, peer: PeerId) -> _Connection | None:
         """If both sides dialed, both must prefer the same: one that the smaller id dialed, and of those the newest."""
@@ -255,11 +254,22 @@ class Libp2pNetwork:
 
     def on_connected(self, muxer: Muxer, *, dialed_here: bool) -> None:
         """A connection is up; called by libp2p's swarm before the dial or the accept returns."""
+        if len(self._connections.get(muxer.peer, ())) >= limits.CONNECTIONS_PER_PEER_MAX:
+            muxer.break_off("too many connections of one peer")
+            return
         connection = _Connection(muxer, dialed_here)
         self._connections.setdefault(muxer.peer, []).append(connection)
         if len(self._connections[muxer.peer]) == 1:
             self._news.tell(muxer.peer, up=True)
         self._nursery.start_soon(self._watch, connection)
+        self._bound_peer_store()
+
+    def _bound_peer_store(self) -> None:
+        store = self.host.get_peerstore()
+        if len(known := store.peer_ids()) > limits.KNOWN_PEERS_MAX:
+            for peer in known:
+                if peer != self.host.get_id() and PeerId(peer.to_base58()) not in self._connections:
+                    store.clear_peerdata(peer)
 
     async def _watch(self, connection: _Connection) -> None:
         """Wait for the end of a connection; end it if it was dialed here, is idle, and the other one is preferred."""
@@ -346,8 +356,8 @@ async def _only_listed(_: Any) -> None:
 
 
 def _root_cause(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
+    while deeper := error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error.__cause__:
+        error = deeper
     if isinstance(error, trio.TooSlowError):
         return "no answer in time"
     if isinstance(error, OSError) and error.strerror:

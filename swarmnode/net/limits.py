@@ -31,6 +31,10 @@ CONNECT_SECONDS_MAX: Final = 10.0
 DISCONNECT_SECONDS_MAX: Final = 5.0
 """Closing is local work; libp2p sleeps 0.1 s in it for each connection."""
 
+KNOWN_PEERS_MAX: Final = 2 * CONNECTIONS_MAX
+"""Peers in libp2p's book of keys and addresses; those that are not connected are dropped when it is full. Its own
+limit drops this node's own keys first, and not all entries meet it."""
+
 DUPLICATE_CHECK_SECONDS: Final = 2.0
 """How often a connection looks whether it is a spare one (both sides dialed) and idle, and may go."""
 
@@ -99,6 +103,11 @@ FRAME_PAYLOAD_BYTES: Final = 65_535 - 16 - 12
 
 OUTPUT_BACKLOG_BYTES_MAX: Final = 1 * MIB
 """Sealed bytes that the kernel did not take. Data waits for zero; only answers to a peer that does not read pile up."""
+
+SMALL_FRAME_BYTES: Final = 1 * KIB
+SMALL_FRAMES_PER_TICK_MAX: Final = 50_000
+"""Frames with less than SMALL_FRAME_BYTES, in a keepalive tick: 20,000 a second. A peer that asks and waits manages
+14,000 on loopback; a flood costs at most a tenth of a core before its connection is closed."""
 
 RECEIVE_CHUNK_BYTES: Final = 256 * KIB
 """One read from the socket. Four Noise messages: fewer system calls for shards, little memory for all connections."""

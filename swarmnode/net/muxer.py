@@ -83,6 +83,7 @@ class Muxer:
         self._parsing = False
         self._answers = bytearray()
         self._last_received = trio.current_time()
+        self._small_frames = 0
         counters.connections_open += 1
         budget.muxers.add(self)
 
@@ -148,6 +149,7 @@ class Muxer:
             slept_at = trio.current_time()
             await trio.sleep(tick)
             now = trio.current_time()
+            self._small_frames = 0
             # This process itself was suspended (a laptop's lid): that time says nothing about the peer.
             self._last_received += max(0.0, now - slept_at - 2 * tick)
             silence = now - self._last_received
@@ -317,6 +319,10 @@ class Muxer:
     def _on_header(self, version: int, kind: int, flags: int, stream_id: int, value: int) -> None:
         if version != 0:
             raise RuleBroken(f"a frame of version {version}")
+        if kind != _DATA or value < limits.SMALL_FRAME_BYTES:
+            self._small_frames += 1
+            if self._small_frames > limits.SMALL_FRAMES_PER_TICK_MAX:
+                raise RuleBroken("a flood of small frames")
         if kind == _PING:
             if flags & _SYN:
                 self._control(_PING, _ACK, 0, value)

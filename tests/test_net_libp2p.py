@@ -1,0 +1,586 @@
+"""The network on real sockets, against what a conformance test cannot do: processes that die, junk, strangers, libp2p
+of other makes, private networks. What any Network must do is in test_net_conformance.py."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import libp2p
+import psutil
+import pytest
+import trio
+from libp2p.crypto.x25519 import create_new_key_pair
+from libp2p.custom_types import TProtocol
+from libp2p.host.ping import PingService
+from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import info_from_p2p_addr
+from libp2p.security.insecure.transport import PLAINTEXT_PROTOCOL_ID, InsecureTransport
+from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
+from libp2p.security.noise.transport import Transport as StockNoise
+from libp2p.stream_muxer.yamux.yamux import Yamux
+from multiaddr import Multiaddr
+
+from swarmnode.identity import Identity
+from swarmnode.net import limits, multistream
+from swarmnode.net.addresses import machine_addresses
+from swarmnode.net.counters import Counters
+from swarmnode.net.interface import ConnectionLost, DialFailed, ListenFailed, NetworkError, PeerId, Stream, StreamReset
+from swarmnode.net.libp2p_adapters import OWN_MUXER, STOCK_MUXER
+from swarmnode.net.libp2p_host import Libp2pNetwork, open_libp2p_network
+from swarmnode.net.noise_session import NoiseHandshake
+from swarmnode.net.tcp import TcpTransport
+from tests.net_tools import ACK, DATA, PING, RST, SYN, WINDOW, RawPeer, eventually, frame
+from tests.test_net_conformance import ECHO, LOOPBACK, ask, echo
+
+MEASURE = "/measure/1"
+
+
+@asynccontextmanager
+async def network(identity: Identity | None = None, psk: bytes | None = None) -> AsyncIterator[Libp2pNetwork]:
+    """A node that serves ECHO on loopback."""
+    async with open_libp2p_network(identity or Identity.generate(), LOOPBACK, psk=psk) as opened:
+        opened.serve(ECHO, echo, max_streams_per_peer=8)
+        yield opened
+
+
+async def check_service(node: Libp2pNetwork) -> None:
+    """A newcomer connects to `node` and is served, soon."""
+    with trio.fail_after(3):
+        async with network() as newcomer:
+            await newcomer.connect(node.addresses[0])
+            assert await ask(await newcomer.open_stream(node.peer_id, ECHO), b"honest") == b"honest"
+
+
+def port_of(node: Libp2pNetwork) -> int:
+    return int(node.addresses[0].split("/")[4])
+
+
+@contextmanager
+def process(kind: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A peer in a process of its own, that echoes on MEASURE, and its address."""
+    command = [sys.executable, "-m", "tests.measure_net", "--serve", kind, "--folder", "."]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    try:
+        yield child, child.stdout.readline().strip()
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+
+
+# --- Processes that die -----------------------------------------------------------------------------------------------
+
+
+async def test_a_killed_peer_is_noticed_at_once() -> None:
+    with process("ours") as (child, address):
+        async with network() as node:
+            peer = await node.connect(address)
+            stream = await node.open_stream(peer, MEASURE)
+            assert await ask(stream, b"alive") == b"alive"
+            child.send_signal(signal.SIGKILL)
+            with pytest.raises(ConnectionLost), trio.fail_after(1):
+                await stream.receive_exactly(1)
+            await eventually(lambda: node.connected_peers() == (), 1)
+
+
+async def test_a_suspended_peer_is_noticed_by_the_keepalive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "KEEPALIVE_TICK_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "SILENCE_SECONDS_MAX", 0.4)
+    with process("ours") as (child, address):
+        async with network() as node:
+            peer = await node.connect(address)
+            stream = await node.open_stream(peer, MEASURE)
+            assert await ask(stream, b"alive") == b"alive"
+            child.send_signal(signal.SIGSTOP)
+            with pytest.raises(ConnectionLost, match="no sign of life"), trio.fail_after(2):
+                await stream.receive_exactly(1)
+            child.send_signal(signal.SIGCONT)
+            assert await node.connect(address) == peer
+            assert await ask(await node.open_stream(peer, MEASURE), b"back") == b"back"
+
+
+# --- Strangers --------------------------------------------------------------------------------------------------------
+
+JUNK = {
+    "zeros": bytes(1000),
+    "random": bytes(range(256)) * 40,
+    "HTTP": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "TLS": bytes.fromhex("16030100a5010000a10303") + bytes(100),
+    "endless line": b"\xff\xff\xff\xff\x7f",
+    "junk for a handshake": b"\x13/multistream/1.0.0\n\x07/noise\n" + b"\x00\x20" + b"\xff" * 32,
+    "a huge handshake message": b"\x13/multistream/1.0.0\n\x07/noise\n" + b"\xff\xff" + bytes(65_535),
+    "not UTF-8": b"\x13/multistream/1.0.0\n\x05\xff\xfe\xfd\xfc\n",
+}
+
+
+@pytest.mark.parametrize("junk", JUNK.values(), ids=JUNK.keys())
+async def test_junk_instead_of_a_handshake(junk: bytes) -> None:
+    async with network() as node:
+        stream = await trio.open_tcp_stream("127.0.0.1", port_of(node))
+        async with stream:
+            await stream.send_all(junk)
+            await stream.send_eof()
+            with trio.fail_after(5):
+                await read_to_end(stream)
+        await eventually(lambda: node.statistics().junk_connections == 1)
+        assert node.statistics().connections_open == node.statistics().handshakes_pending == 0
+        await check_service(node)
+
+
+async def read_to_end(stream: trio.SocketStream) -> None:
+    try:
+        while await stream.receive_some():
+            pass
+    except trio.BrokenResourceError:
+        pass
+
+
+async def test_300_idle_connections_hurt_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HANDSHAKE_SECONDS_MAX", 1.5)
+    async with network() as node:
+        idle = [await trio.open_tcp_stream("127.0.0.1", port_of(node)) for _ in range(300)]
+        try:
+            assert 0 < node.statistics().handshakes_pending <= limits.PENDING_HANDSHAKES_MAX
+            await check_service(node)
+            assert node.statistics().handshakes_pending > 0  # served while they were there, not after
+            with trio.fail_after(5):
+                for stream in idle:
+                    await read_to_end(stream)
+            await eventually(lambda: node.statistics().junk_connections == 300)
+        finally:
+            for stream in idle:
+                await stream.aclose()
+
+
+async def test_a_handshake_in_single_bytes_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HANDSHAKE_SECONDS_MAX", 0.5)
+    async with network() as node:
+        stream = await trio.open_tcp_stream("127.0.0.1", port_of(node))
+        started = trio.current_time()
+        with pytest.raises(trio.BrokenResourceError):
+            for byte in b"\x13/multistream/1.0.0\n" * 9:
+                await stream.send_all(bytes([byte]))
+                await trio.sleep(0.05)
+        assert 0.4 < trio.current_time() - started < 2
+        await stream.aclose()
+
+
+async def test_plaintext_is_refused() -> None:
+    key_pair = libp2p.create_new_ed25519_key_pair()
+    plaintext = {TProtocol(PLAINTEXT_PROTOCOL_ID): InsecureTransport(key_pair)}
+    host = libp2p.new_host(key_pair=key_pair, sec_opt=plaintext, muxer_opt={TProtocol(STOCK_MUXER): Yamux})
+    async with network() as node:
+        async with host.run(listen_addrs=[]):
+            with pytest.raises(Exception, match="unable to connect"), trio.fail_after(10):
+                await host.connect(info_from_p2p_addr(Multiaddr(node.addresses[0])))
+            await host.close()
+        assert node.connected_peers() == ()
+        assert node.statistics().junk_connections > 0
+
+
+# --- Peers that misbehave once they are in ----------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def raw_peer(node: Libp2pNetwork, identity: Identity | None = None) -> AsyncIterator[RawPeer]:
+    """A connection to `node`, muxer agreed, whose frames are in the hands of the test."""
+    async with trio.open_nursery() as nursery:
+        transport = TcpTransport(nursery, _never, Counters(), None)
+        link = await transport.dial_link(Multiaddr(f"/ip4/127.0.0.1/tcp/{port_of(node)}"))
+        try:
+            await multistream.propose(link, ["/noise"])
+            handshake = NoiseHandshake((identity or Identity.generate()).key_pair)
+            session = await handshake.initiate(link, ID.from_base58(node.peer_id))
+            await multistream.propose(session, [OWN_MUXER])
+            yield RawPeer(session)
+        finally:
+            link.close_now()
+            nursery.cancel_scope.cancel()
+
+
+async def _never(*_: object) -> None:
+    raise AssertionError("nothing is accepted here")
+
+
+STREAM_JUNK = {
+    "66 bytes": b"\x8f" * 66,
+    "not UTF-8": b"\x13/multistream/1.0.0\n\x05\xff\xfe\xfd\xfc\n",
+    "a line of zero bytes": b"\x00",
+    "a protocol that nobody serves": b"\x13/multistream/1.0.0\n\x06/none\n" * 9,
+    "junk for gossip": b"\x13/multistream/1.0.0\n\x0f/meshsub/1.1.0\n" + b"\x8f" * 66,
+    "junk for identify/push": b"\x13/multistream/1.0.0\n\x14/ipfs/id/push/1.0.0\n" + b"\x40" + b"\x8f" * 64,
+    "junk for ping": b"\x13/multistream/1.0.0\n\x11/ipfs/ping/1.0.0\n" + b"\x8f" * 7,
+}
+
+
+@pytest.mark.parametrize("junk", STREAM_JUNK.values(), ids=STREAM_JUNK.keys())
+async def test_junk_on_a_stream_harms_the_stream_only(junk: bytes) -> None:
+    async with network() as node, raw_peer(node) as peer:
+        await peer.send(frame(DATA, SYN, 1, len(junk), junk), frame(DATA, 4, 1, 0))
+        await eventually(lambda: node.statistics().streams_open <= 1)  # libp2p's own identify stream may remain
+        await peer.send(frame(PING, SYN, 0, 1))
+        assert await peer.skip_to(PING, ACK)
+        await check_service(node)
+
+
+async def test_66_bytes_of_junk_after_the_handshake_end_the_connection() -> None:
+    async with network() as node, raw_peer(node) as peer:
+        await eventually(lambda: len(node.connected_peers()) == 1)
+        await peer.session.link.send(b"\x8f" * 66)  # a length beyond what follows: nothing can be opened yet
+        await peer.session.link.send(b"\x8f" * 40_000)
+        assert await peer.closed()
+        assert node.statistics().connections_broken == 1
+        await check_service(node)
+
+
+async def test_overrunning_a_window_ends_the_connection() -> None:
+    async with network() as node, raw_peer(node) as peer:
+        proposal = b"\x13/multistream/1.0.0\n" + bytes([len(ECHO) + 1]) + ECHO.encode() + b"\n"
+        await peer.send(frame(DATA, SYN, 1, len(proposal), proposal))
+        with contextlib.suppress(ConnectionLost):
+            await peer.send(frame(DATA, 0, 1, limits.FIRST_WINDOW_BYTES, bytes(limits.FIRST_WINDOW_BYTES)))
+        assert await peer.closed()
+        await eventually(lambda: node.statistics().connections_broken == 1)
+        await check_service(node)
+
+
+async def test_a_stream_that_never_names_its_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PROTOCOL_SECONDS_MAX", 0.2)
+    async with network() as node, raw_peer(node) as peer:
+        await peer.send(frame(WINDOW, SYN, 1, 0))
+        got = await peer.skip_to(WINDOW, RST)
+        while got[2] != 1:
+            got = await peer.skip_to(WINDOW, RST)
+        assert node.statistics().streams_refused >= 1
+
+
+async def test_junk_in_answer_to_identify_is_survived() -> None:
+    """The node asks every newcomer who it is: libp2p runs that where an exception would end the process."""
+    async with network() as node, raw_peer(node) as peer:
+        opened = await peer.skip_to(WINDOW, SYN)
+        answer = b"\x13/multistream/1.0.0\n\x0f/ipfs/id/1.0.0\n" + b"\xff\xff\x03" + b"\x8f" * 200
+        await peer.send(frame(DATA, 0, opened[2], len(answer), answer), frame(WINDOW, RST, opened[2], 0))
+        await trio.sleep(0.1)
+        await check_service(node)
+
+
+async def test_connections_of_one_peer_are_limited() -> None:
+    identity = Identity.generate()
+    async with network() as node, trio.open_nursery() as nursery:
+
+        async def connect_and_stay() -> None:
+            async with raw_peer(node, identity):
+                await trio.sleep_forever()
+
+        async def try_to() -> None:
+            try:
+                await connect_and_stay()
+            except (NetworkError, ExceptionGroup):
+                pass
+
+        for _ in range(10):
+            nursery.start_soon(try_to)
+        await eventually(lambda: node.statistics().connections_broken == 10 - limits.CONNECTIONS_PER_PEER_MAX)
+        assert node.statistics().connections_open == limits.CONNECTIONS_PER_PEER_MAX
+        await check_service(node)
+        nursery.cancel_scope.cancel()
+
+
+async def test_all_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "CONNECTIONS_MAX", 2)
+    async with network() as node, network() as first, network() as second, network() as third:
+        for each in (first, second):
+            await each.connect(node.addresses[0])
+        with pytest.raises((NetworkError, trio.TooSlowError)), trio.fail_after(5):
+            await third.connect(node.addresses[0])
+            await third.open_stream(node.peer_id, ECHO)
+        await first.disconnect(node.peer_id)
+        await eventually(lambda: len(node.connected_peers()) == 1)
+        await eventually(lambda: third.connected_peers() == ())
+        await third.connect(node.addresses[0])
+        assert await ask(await third.open_stream(node.peer_id, ECHO), b"place") == b"place"
+
+
+async def test_what_peers_tell_about_themselves_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "KNOWN_PEERS_MAX", 4)
+    async with network() as node:
+        for _ in range(8):
+            async with network() as visitor:
+                peer = ID.from_base58(await node.connect(visitor.addresses[0]))
+                await eventually(lambda peer=peer: ECHO in protocols(node, peer))  # type: ignore[misc]
+            await eventually(lambda: node.connected_peers() == ())
+        assert 2 <= len(node.host.get_peerstore().peer_ids()) <= 5
+        await check_service(node)
+        assert node.host.get_private_key()
+
+
+def protocols(node: Libp2pNetwork, peer: ID) -> list[str]:
+    store = node.host.get_peerstore()
+    return list(store.get_protocols(peer)) if store.has_peer(peer) else []
+
+
+async def test_nobody_is_dialed_who_was_not_asked_for() -> None:
+    """libp2p would dial all addresses that it ever heard of, to have many connections."""
+    async with network() as node, network() as other:
+        address = Multiaddr(f"/ip4/127.0.0.1/tcp/{port_of(other)}")
+        node.host.get_peerstore().add_addrs(ID.from_base58(other.peer_id), [address], 3600)
+        await node.host.get_network().auto_connector.maybe_connect()
+        await trio.sleep(0.3)
+        assert node.connected_peers() == other.connected_peers() == ()
+
+
+# --- libp2p of another make -------------------------------------------------------------------------------------------
+
+
+def stock_host() -> Any:
+    key_pair = libp2p.create_new_ed25519_key_pair()
+    noise = StockNoise(key_pair, noise_privkey=create_new_key_pair().private_key)
+    return libp2p.new_host(key_pair=key_pair, sec_opt={NOISE: noise}, muxer_opt={TProtocol(STOCK_MUXER): Yamux})
+
+
+def exactly(stream: Any) -> Callable[[int], Awaitable[bytes]]:
+    async def receive_exactly(n: int) -> bytes:
+        data = b""
+        while len(data) < n:
+            data += await stream.read(n - len(data))
+        return data
+
+    return receive_exactly
+
+
+async def test_a_stock_peer_dials_us_and_is_served() -> None:
+    host = stock_host()
+    async with network() as node, host.run(listen_addrs=[]):
+        await host.connect(info_from_p2p_addr(Multiaddr(node.addresses[0])))
+        peer = ID.from_base58(node.peer_id)
+        stream = await host.new_stream(peer, [TProtocol("/test/none"), TProtocol(ECHO)])
+        for size in (10, 100_000, 3_000_000):
+            data = os.urandom(size)
+            with trio.fail_after(20):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(stream.write, size.to_bytes(4, "little") + data)
+                    assert await exactly(stream)(4 + size) == size.to_bytes(4, "little") + data
+        await stream.close()
+        assert len(await PingService(host).ping(peer, 1)) == 1
+        await host.close()
+
+
+async def test_we_dial_a_stock_peer_and_are_served() -> None:
+    """Its yamux sends frames larger than ours, and another first window would break it."""
+    with process("stock") as (_, address):
+        async with network() as node:
+            peer = await node.connect(address)
+            stream = await node.open_stream(peer, MEASURE)
+            for size in (10, 100_000, 3_000_000):
+                with trio.fail_after(20):
+                    assert await ask(stream, os.urandom(size))
+            await stream.aclose()
+            await eventually(lambda: node.statistics().streams_open == 0)
+
+
+async def test_identify_tells_what_we_serve() -> None:
+    async with network() as node, network() as other:
+        peer = ID.from_base58(await other.connect(node.addresses[0]))
+        await eventually(lambda: ECHO in protocols(other, peer))
+
+
+# --- Addresses and dialing --------------------------------------------------------------------------------------------
+
+
+async def test_a_dead_address_does_not_spoil_the_next() -> None:
+    async with network() as node, network() as other:
+        dead = f"/ip4/127.0.0.1/tcp/{unused_port()}/p2p/{node.peer_id}"
+        started = trio.current_time()
+        for _ in range(3):
+            with pytest.raises(DialFailed, match="refused"):
+                await other.connect(dead)
+        assert await other.connect(node.addresses[0]) == node.peer_id
+        assert trio.current_time() - started < 1
+
+
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def test_an_address_that_swallows_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "CONNECT_SECONDS_MAX", 0.3)
+    async with network() as node:
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        address = f"/ip4/127.0.0.1/tcp/{listener.socket.getsockname()[1]}/p2p/{Identity.generate().peer_id}"
+        with pytest.raises(DialFailed, match="no answer"):
+            await node.connect(address)
+        await listener.aclose()
+
+
+async def test_another_peer_answers_at_the_address() -> None:
+    async with network() as node, network() as other:
+        with pytest.raises(DialFailed, match="does not correspond"):
+            await other.connect(f"/ip4/127.0.0.1/tcp/{port_of(node)}/p2p/{Identity.generate().peer_id}")
+        await eventually(lambda: node.connected_peers() == ())
+
+
+async def test_a_copied_data_folder_is_named() -> None:
+    identity = Identity.generate()
+    async with network(identity) as node, network(identity) as twin:
+        with pytest.raises(DialFailed, match="copied data folder"):
+            await twin.connect(node.addresses[0])
+
+
+async def test_names_and_ipv6_can_be_dialed() -> None:
+    async with open_libp2p_network(Identity.generate(), ["/ip6/::1/tcp/0", *LOOPBACK]) as node, network() as other:
+        assert node.addresses[0].startswith("/ip6/::1/")
+        await other.connect(node.addresses[0])
+        await other.disconnect(node.peer_id)
+        assert await other.connect(node.addresses[1].replace("/ip4/127.0.0.1", "/dns/localhost")) == node.peer_id
+
+
+async def test_both_dial_at_once_and_one_connection_remains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "DUPLICATE_CHECK_SECONDS", 0.2)
+    async with network() as left, network() as right:
+        news: list[tuple[PeerId, bool]] = []
+        left.on_connection(lambda peer, up: news.append((peer, up)))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(left.connect, right.addresses[0])
+            nursery.start_soon(right.connect, left.addresses[0])
+        await eventually(lambda: left.statistics().connections_open == right.statistics().connections_open == 2, 1)
+        there = await left.open_stream(right.peer_id, ECHO)
+        back = await right.open_stream(left.peer_id, ECHO)
+        await eventually(lambda: left.statistics().connections_open == right.statistics().connections_open == 1)
+        await trio.sleep(0.5)
+        assert left.statistics().connections_open == 1
+        assert await ask(there, b"there") == b"there"
+        assert await ask(back, b"back") == b"back"
+        assert news == [(right.peer_id, True)]
+
+
+async def test_many_dials_of_one_peer_make_one_connection() -> None:
+    async with network() as left, network() as right:
+        async with trio.open_nursery() as nursery:
+            for _ in range(10):
+                nursery.start_soon(left.connect, right.addresses[0])
+        assert left.statistics().connections_open == 1
+
+
+async def test_wildcards_are_replaced_by_addresses_that_can_be_dialed() -> None:
+    async with open_libp2p_network(Identity.generate(), ["/ip4/0.0.0.0/tcp/0"]) as node, network() as other:
+        hosts = [address.split("/")[2] for address in node.addresses]
+        assert hosts == machine_addresses(ipv6=False)
+        assert "0.0.0.0" not in hosts
+        assert hosts[-1] == "127.0.0.1"
+        for address in node.addresses:
+            await other.connect(address)
+            await other.disconnect(node.peer_id)
+
+
+async def test_addresses_that_cannot_be_listened_on() -> None:
+    async with network() as node:
+        for address, reason in (
+            (f"/ip4/127.0.0.1/tcp/{port_of(node)}", "in use"),
+            ("/ip4/127.0.0.1/udp/0/quic-v1", "only TCP"),
+            ("/ip4/192.0.2.77/tcp/0", "assign"),
+            ("junk", "junk"),
+        ):
+            with pytest.raises(ListenFailed, match=reason):
+                async with open_libp2p_network(Identity.generate(), [*LOOPBACK, address]):
+                    pass
+
+
+# --- Private networks -------------------------------------------------------------------------------------------------
+
+
+async def test_a_private_network() -> None:
+    key = os.urandom(32)
+    async with network(psk=key) as node, network(psk=key) as member:
+        await member.connect(node.addresses[0])
+        stream = await member.open_stream(node.peer_id, ECHO)
+        for size in (10, 1 << 20):
+            assert len(await ask(stream, bytes(size))) == size
+
+
+@pytest.mark.parametrize("key", [None, b"x" * 32], ids=["none", "another"])
+async def test_strangers_to_a_private_network(key: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HANDSHAKE_SECONDS_MAX", 1.0)
+    async with network(psk=os.urandom(32)) as node, network(psk=key) as stranger:
+        with pytest.raises(DialFailed), trio.fail_after(3):
+            await stranger.connect(node.addresses[0])
+        await eventually(lambda: node.statistics().junk_connections == 1)
+
+
+# --- Life -------------------------------------------------------------------------------------------------------------
+
+
+async def test_errors_inside_come_out_as_themselves() -> None:
+    with pytest.raises(KeyError, match="mine"):
+        async with network():
+            raise KeyError("mine")
+
+
+async def test_leaving_cancels_handlers_and_frees_everything() -> None:
+    cancelled = False
+
+    async def stay(_: Stream) -> None:
+        nonlocal cancelled
+        try:
+            await trio.sleep_forever()
+        except trio.Cancelled:
+            cancelled = True
+            raise
+
+    descriptors = psutil.Process().num_fds()
+    async with network() as node:
+        async with network() as other:
+            other.serve("/test/stay/1", stay, max_streams_per_peer=1)
+            await node.connect(other.addresses[0])
+            stream = await node.open_stream(other.peer_id, "/test/stay/1")
+        assert cancelled
+        with pytest.raises((ConnectionLost, StreamReset)), trio.fail_after(1):
+            await stream.receive_exactly(1)
+    await eventually(lambda: psutil.Process().num_fds() == descriptors)
+
+
+async def test_peers_that_come_and_go_leave_nothing_behind() -> None:
+    async with network() as node:
+        tasks = trio.lowlevel.current_statistics().tasks_living
+        descriptors = psutil.Process().num_fds()
+        for _ in range(3):
+            async with network() as visitor:
+                for _ in range(10):
+                    await visitor.connect(node.addresses[0])
+                    assert await ask(await visitor.open_stream(node.peer_id, ECHO), b"hi") == b"hi"
+                    await visitor.disconnect(node.peer_id)
+                    await eventually(lambda: node.connected_peers() == ())
+        await eventually(lambda: trio.lowlevel.current_statistics().tasks_living == tasks)
+        await eventually(lambda: psutil.Process().num_fds() == descriptors)
+
+
+QUIET = """
+import logging, trio
+from tests.test_net_libp2p import network
+async def main():
+    async with network() as left, network() as right:
+        await left.connect(right.addresses[0])
+        await trio.sleep(0.2)
+        await left.disconnect(right.peer_id)
+        await trio.sleep(0.2)
+trio.run(main)
+print("handlers", [type(handler).__name__ for handler in logging.getLogger().handlers])
+"""
+
+
+def test_libp2p_neither_configures_logging_nor_writes_to_standard_error() -> None:
+    done = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] == "handlers ['NullHandler']"
+    assert logging.getLogger("libp2p").propagate is False
