@@ -3,14 +3,22 @@
 A placement is kept while its holders are there, or were lost only a moment ago: a worker that restarts comes back to
 what it had on disk, and nothing moves. Newcomers are taken in once joining has settled, and holders that stay away are
 given up after a while, so that the swarm serves again with those it has.
+
+A holder that is there but fails (it cannot load, or its numbers are wrong) counts as away since its first failure. It
+is asked again after a rest that grows with each failure; once given up, it counts as a newcomer only after a while that
+grows each time, so a peer that never gets anything right costs the others little.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 REPLACE_AFTER_S = 30.0  # a daemon restarts, and a laptop wakes, well within this; its share waits for it
+STALLED_S = 60.0  # without progress while it should load is as good as failed; a fetch gives up by then itself
+REST_S_MIN, REST_S_MAX = 1.0, 30.0
+EXCLUDED_S_MIN, EXCLUDED_S_MAX = 30.0, 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +30,26 @@ class Present:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Place on `workers` now (None: do not), and look again in `again_s` seconds (None: when somebody comes or goes)."""
+    """Place on `workers` now (None: do not); look again in `again_s` seconds (None: when somebody comes or goes)."""
 
     workers: frozenset[str] | None
     again_s: float | None
     waiting_for: str = ""
 
 
+def rest_s(failures: int) -> float:
+    """How long a worker is left alone after so many failures in a row (at least one)."""
+    return min(REST_S_MIN * 2.0 ** min(failures - 1, 16), REST_S_MAX)
+
+
+def exclusion_s(times: int) -> float:
+    """How long a worker is no newcomer that was given up so many times in a row (at least one)."""
+    return min(EXCLUDED_S_MIN * 2.0 ** min(times - 1, 16), EXCLUDED_S_MAX)
+
+
 def decide(
     holders: frozenset[str],
+    considered: frozenset[str],
     present: Mapping[str, Present],
     lost_since_s: Mapping[str, float],
     *,
@@ -40,21 +59,21 @@ def decide(
 ) -> Decision:
     """Whether to place anew.
 
-    holders: the workers of the placement that is wanted now, empty if there is none. lost_since_s: when those of them
-    that are away left. expected: workers to wait for at first; 0 takes who is there once joining has settled.
+    holders: the workers of the placement that is wanted now, empty if there is none. considered: whom the last attempt
+    to place took into account; a worker without memory is one of them, and no holder. lost_since_s: when holders that
+    are away left (one that nobody remembers left long ago). expected: workers to wait for at first; 0 takes who is
+    there once joining has settled.
     """
-    away = {peer: lost_since_s.get(peer, now) for peer in holders if peer not in present}
-    if away:
-        left = max(lost + REPLACE_AFTER_S - now for lost in away.values())
-        if left > 0:
-            return Decision(None, left, f"{len(away)} of {len(holders)} workers to come back")
+    away = [lost_since_s.get(peer, -math.inf) for peer in holders if peer not in present]
+    if away and (left := max(away) + REPLACE_AFTER_S - now) > 0:
+        return Decision(None, left, f"{len(away)} of {len(holders)} workers to come back")
     if not present:
         return Decision(None, None, "workers to join")
-    if frozenset(present) == holders:
+    if not away and present.keys() <= considered:
         return Decision(None, None)
     if not holders and len(present) < expected:
         return Decision(None, None, f"{expected - len(present)} of {expected} workers to join")
-    if not holders and expected and len(present) >= expected:
+    if not holders and expected:
         return Decision(frozenset(present), None)
     settled = max(worker.since_s for worker in present.values()) + settle_s - now
     if settled > 0:

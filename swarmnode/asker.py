@@ -51,7 +51,7 @@ class RemoteAsker:
                 yield _one(Failed(error))
                 return
             try:
-                with trio.fail_after(limits.OPEN_STREAM_SECONDS_MAX):
+                with trio.fail_after(limits.PROMPT_SILENCE_SECONDS_MAX):
                     stream = await self._network.open_stream(self._leader, PROTOCOL)
                     await stream.send(encode_ask(ask))
             except (NetworkError, trio.TooSlowError) as error:

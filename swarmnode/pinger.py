@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 import trio
@@ -20,13 +20,20 @@ from swarmnode import limits
 from swarmnode.net.interface import Network, NetworkError, PeerId, Stream
 from swarmnode.wire import Fields, encode_frame, read_frame
 
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
 _log = structlog.get_logger(__name__)
 
 PROTOCOL: Final = "/swarmnode/ping/1"
 _NUMBER_BITS: Final = 62
 _RETRY_S: Final = 0.5
 
-OnState = Callable[[PeerId, PeerState], None]
+OnState = Callable[[PeerId, PeerState], object]
+
+
+def _ignore(peer: PeerId, state: PeerState) -> None:
+    pass
 
 
 async def _echo(stream: Stream) -> None:
@@ -41,7 +48,7 @@ async def _echo(stream: Stream) -> None:
 class PeerWatch:
     """Watches peers; `on_state` hears of every change. Run `run` in a nursery; everything is on the event loop."""
 
-    def __init__(self, network: Network, on_state: OnState) -> None:
+    def __init__(self, network: Network, on_state: OnState = _ignore) -> None:
         self._network = network
         self._on_state = on_state
         self._detector = FailureDetector(time.monotonic())
@@ -49,9 +56,10 @@ class PeerWatch:
         self._nursery: trio.Nursery | None = None
         network.serve(PROTOCOL, _echo, max_streams_per_peer=limits.PING_STREAMS_PER_PEER_MAX)
 
-    async def run(self) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
+            task_status.started()
             while True:
                 for change in self._detector.tick(time.monotonic()):
                     _log.info("peer.state", peer=change.peer, before=change.before, after=change.after)

@@ -1,15 +1,15 @@
 """`swarmctl status`: what this node knows of its swarm, as one JSON object.
 
-The leader knows the mesh; a worker asks it over /swarmnode/status/1 and puts its own state beside the answer. Where the
-leader does not answer, the worker says so and shows what it knows of itself. Nothing is "ready" before a probe has named
-every held expert of every layer and compared its output. docs/status.md says what each key means.
+The leader knows the mesh; a worker asks it over /swarmnode/status/1 and puts its own state beside the answer. Where
+the leader does not answer, the worker says so and shows what it knows of itself. Nothing is "ready" before a probe has
+named every held expert of every layer and compared its output. docs/status.md says what each key means.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import structlog
@@ -49,6 +49,11 @@ def _backend(name: str, device: str) -> list[Status]:
     return [{"name": name, "device": device, "accumulation": unknown, "source": unknown}]
 
 
+def _network(network: Network) -> Status:
+    """What this node's network met so far: connections, streams, and what was refused."""
+    return {key: value for key, value in asdict(network.statistics()).items() if not key.startswith("bytes_")}
+
+
 class LeaderStatus:
     """Builds the leader's view, and serves it to the others."""
 
@@ -78,13 +83,14 @@ class LeaderStatus:
             "self": me,
             "leader": me,
             "term": leader.term,
-            "epoch": active.placer.epoch if active is not None else 0,
+            "epoch": active.placer.coverage.epoch if active is not None else 0,
             "ready": refusal is None,
             "reason": None if refusal is None else refusal.message,
             "addresses": list(self._network.addresses),
             "peers": [self._own_row(me), *(self._row(member) for member in leader.members.by_peer.values())],
             "model": self._model(),
             "requests": leader.statistics(),
+            "network": {**_network(self._network), "hellos_refused": leader.members.refused},
             "version": VERSION,
             "uptime_s": round(time.monotonic() - self._facts.started_s, 1),
         }
@@ -97,6 +103,7 @@ class LeaderStatus:
             "roles": ["leader", "backbone"],
             "state": "ready" if self._leader.active is not None else "loading",
             "backends": _backend(f.backend, f.device),
+            "numeric_class": None,
             "fitness": "fit",
             "experts_held": 0,
             "progress": None,
@@ -108,7 +115,7 @@ class LeaderStatus:
 
     def _row(self, member: Member) -> Status:
         active, hello, progress = self._leader.active, member.hello, member.progress
-        state = active.placer.state_of(member) if active is not None else ("joining" if member.stream_up else "gone")
+        coverage = None if active is None else active.placer.coverage
         percent: Status | None = None
         if progress is not None and progress.phase in ("fetching", "loading") and progress.total:
             percent = {"phase": progress.phase, "done_bytes": progress.done, "total_bytes": progress.total}
@@ -119,10 +126,11 @@ class LeaderStatus:
             "peer_id": str(member.peer),
             "name": member.name,
             "roles": ["worker"],
-            "state": state,
+            "state": coverage.state_of(member) if coverage else "joining" if member.stream_up else "gone",
             "backends": _backend(hello.backend, hello.device),
-            "fitness": "fit" if member.agreement is not None else "unknown",
-            "experts_held": active.placer.held_now(str(member.peer)) if active is not None and state != "gone" else 0,
+            "numeric_class": None,
+            "fitness": "fit" if member.agreement is not None else None,
+            "experts_held": coverage.held_now(member) if coverage else 0,
             "progress": percent,
             "memory": {
                 "used_bytes": progress.memory_used_bytes if progress is not None and member.stream_up else 0,
@@ -140,7 +148,7 @@ class LeaderStatus:
         active = self._leader.active
         if active is None:
             return None
-        fewest, missing = active.placer.copies()
+        fewest, missing = active.placer.coverage.copies()
         manifest = active.manifest
         return {
             "name": manifest.name,
@@ -199,7 +207,8 @@ class WorkerStatus:
                     "roles": ["worker"],
                     "state": "joining",
                     "backends": _backend(f.backend, f.device),
-                    "fitness": "unknown",
+                    "numeric_class": None,
+                    "fitness": None,
                     "experts_held": self._held(),
                     "progress": None,
                     "memory": {"used_bytes": self._used(), "budget_bytes": f.memory_budget_bytes},
@@ -232,4 +241,5 @@ class WorkerStatus:
             "refused": s.refused,
             "last_refusal": s.last_refusal or None,
             "rows_per_s": round(s.rows_per_s, 1),
+            "network": _network(self._network),
         }

@@ -2,11 +2,13 @@
 
 llama.cpp blocks, so it has a thread of its own, and that thread alone owns the model and the batcher. Requests come in
 through a bounded queue of commands; tokens go out as batches of effects to the event loop. Between two steps the loop
-takes new requests and cancellations, so a cancelled request costs at most the step that runs.
+takes new requests and cancellations, so a cancelled request costs at most the step that runs, and tells what it knows
+before it decodes, so that a refusal does not wait for a step either.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -74,15 +76,23 @@ class DecodeEngine:
         self._stopping = False
         self._steps = 0
         self._decode_s = 0.0
-        self._step_ends: list[trio.Event] = []
+        self._begun = 0  # steps, whether they came to anything or not; both counters are the decode thread's
+        self._ended = 0
+        self._boundaries: list[tuple[int, trio.Event]] = []  # set once so many steps have ended
 
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def stopped(self) -> bool:
+        """No request is taken any more."""
+        return self._stopping
+
     async def stop(self) -> None:
         """End all requests with an error and stop the thread. Bounded by the step that runs."""
         self._stopping = True
-        self._commands.put_nowait(None)
+        with contextlib.suppress(queue.Full):  # then it does not sleep
+            self._commands.put_nowait(None)
         with trio.move_on_after(_STOP_WAIT_S):
             await self._stopped.wait()
 
@@ -115,10 +125,10 @@ class DecodeEngine:
         return EngineStatistics(self._batcher.statistics(), self._steps, self._decode_s)
 
     async def step_boundary(self) -> None:
-        """Wait until the step that runs now has ended."""
-        event = trio.Event()
-        self._step_ends.append(event)
-        if self._batcher.statistics().running == 0:
+        """Wait until the step that runs now, if one does, has ended."""
+        begun, event = self._begun, trio.Event()
+        self._boundaries.append((begun, event))  # first this, then the look: a step that ends now finds it
+        if self._ended >= begun or self._stopping:
             event.set()
         await event.wait()
 
@@ -130,9 +140,17 @@ class DecodeEngine:
             sink = self._sinks.pop(effect.request, None) if ended else self._sinks.get(effect.request)
             if sink is not None:
                 sink(effect)
-        ends, self._step_ends = self._step_ends, []
-        for event in ends:
-            event.set()
+        self._pass_boundaries(self._ended)
+
+    def _pass_boundaries(self, ended: int) -> None:
+        passed = [each for each in self._boundaries if each[0] <= ended or each[1].is_set()]
+        for each in passed:
+            each[1].set()
+            self._boundaries.remove(each)
+
+    def _stop(self) -> None:
+        self._pass_boundaries(self._begun)
+        self._stopped.set()
 
     # -- decode thread ------------------------------------------------------------------------------------------
 
@@ -148,21 +166,22 @@ class DecodeEngine:
             self._stopping = True
             self._post(self._fail_everything(Internal("the leader's decode thread died")))
         finally:
-            try:
-                self._token.run_sync_soon(self._stopped.set)
-            except trio.RunFinishedError:
-                pass
+            with contextlib.suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(self._stop)
 
     def _one_round(self) -> None:
         effects = self._take_commands()
         now = time.monotonic()
         effects += self._batcher.expire(now)
         step = self._batcher.next_step(now)
-        if step is not None:
-            effects += self._decode(step)
         self._post(effects)
         if step is None:
             self._wait(now)
+            return
+        self._begun += 1
+        effects = self._decode(step)
+        self._ended = self._begun
+        self._post(effects)
 
     def _take_commands(self) -> list[Effect]:
         effects: list[Effect] = []
@@ -219,5 +238,5 @@ class DecodeEngine:
         return [FailedEffect(request_id, error) for request_id in list(self._sinks)]
 
     def _post(self, effects: list[Effect]) -> None:
-        if effects or self._step_ends:
+        if effects or self._boundaries:
             self._token.run_sync_soon(self._deliver, effects)

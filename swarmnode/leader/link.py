@@ -1,8 +1,9 @@
 """One worker's experts stream, as the leader sees it: numbered dispatches out, checked answers back.
 
-The link lives as long as its stream. Whatever ends it (the peer left, fell silent, or broke the protocol) fails every
-dispatch that is open with the same typed error, at once; nobody waits for a deadline to learn of a dead peer.
-Frames may be handed over from any thread through `post`; answers come back through a callback of each dispatch.
+The link lives as long as its peer does what it is asked. Whatever ends it (the peer left, fell silent, refused, broke
+the protocol) fails every dispatch that is open, at once: nobody waits for a deadline to learn of a dead peer. A peer
+that failed once gets a new link, and must prove itself over it, before it gets work again.
+Everything here is on the event loop; answers come back through a callback of each dispatch.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class _Open:
 
 
 class PeerLink:
-    """Dispatches to one peer. Created and run on the event loop; `post` may be called from any thread."""
+    """Dispatches to one peer."""
 
     def __init__(self, peer: PeerId, name: str) -> None:
         self.peer = peer
@@ -73,21 +74,25 @@ class PeerLink:
         self.statistics = LinkStatistics()
         self.rate = RowRate()
         self.closed: SwarmError | None = None
+        self._cause = self._reason = ""
         self._expected: dict[int, Expected] = {}
         self._open: dict[int, _Open] = {}
         self._sequence = 0
         self._outbox, self._to_send = trio.open_memory_channel[bytes](OUTBOX_MAX)
         self._up = trio.Event()
+        self._scope = trio.CancelScope()
 
     async def run(self, network: Network) -> None:
         """Open the stream and serve it until it ends; then `closed` says why. Never raises but for cancellation."""
+        stream: Stream | None = None
         try:
-            with trio.fail_after(limits.OPEN_STREAM_SECONDS_MAX):
-                stream = await network.open_stream(self.peer, PROTOCOL)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._write, stream)
-                self._up.set()
-                await self._read(stream)
+            with self._scope:
+                with trio.fail_after(limits.OPEN_STREAM_SECONDS_MAX):
+                    stream = await network.open_stream(self.peer, PROTOCOL)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._write, stream)
+                    self._up.set()
+                    await self._read(stream)
         except* NetworkError as errors:
             self.fail("disconnected", str(errors.exceptions[0]) or "the connection broke")
         except* trio.TooSlowError:
@@ -97,6 +102,8 @@ class PeerLink:
             self.fail("bad_reply", str(errors.exceptions[0]))
         finally:
             self.fail("disconnected", "the link was closed")
+            if stream is not None:
+                await stream.reset()
 
     async def wait_up(self) -> bool:
         """Wait until the stream is open; False if it never will be."""
@@ -117,11 +124,12 @@ class PeerLink:
         n_out: int,
         ask_f32: bool,
         on_answer: OnAnswer,
-    ) -> int:
-        """Send one dispatch; `on_answer` gets its rows [R, n_out] or an error, once. Event loop only. Returns its number."""
+    ) -> None:
+        """Send one dispatch; `on_answer` gets its rows [R, n_out] or an error, once."""
+        named = tuple(sorted(set(experts.tolist())))
         if self.closed is not None:
-            on_answer(self._unavailable(layer, tuple(sorted(set(experts.tolist())))))
-            return -1
+            on_answer(self._unavailable(layer, named))
+            return
         self._sequence += 1
         sequence, rows = self._sequence, len(experts)
         frame = encode_dispatch(
@@ -135,30 +143,29 @@ class PeerLink:
             f32_accumulation=ask_f32,
         )
         self._expected[sequence] = Expected(rows, n_out)
-        named = tuple(sorted(set(experts.tolist())))
         self._open[sequence] = _Open(layer, named, rows, time.perf_counter(), on_answer)
         s = self.statistics
-        s.dispatches, s.rows, s.tokens, s.bytes_out = s.dispatches + 1, s.rows + rows, s.tokens + len(x), s.bytes_out + len(frame)
+        s.dispatches += 1
+        s.rows += rows
+        s.tokens += len(x)
+        s.bytes_out += len(frame)
         self.send_frame(frame)
-        return sequence
 
     def send_frame(self, frame: bytes) -> None:
+        """Queue a frame; nothing happens on a link that is closed."""
         try:
-            self._outbox.send_nowait(frame)
+            if self.closed is None:
+                self._outbox.send_nowait(frame)
         except trio.WouldBlock:
             self.fail("timeout", f"{OUTBOX_MAX} frames wait for it")
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            self.fail("disconnected", "the link was closed")
 
     def fail(self, cause: str, reason: str) -> None:
         """Close the link: open dispatches fail now, later ones at once. The first reason stays."""
         if self.closed is None:
             self.closed = ExpertsUnavailable(f"peer {self.name} is gone: {reason}", peer=str(self.peer), cause=cause)
-            self._reason = reason
-            self._cause = cause
+            self._cause, self._reason = cause, reason
         self._up.set()
-        self._outbox.close()
-        self._to_send.close()
+        self._scope.cancel()
         opened, self._open = self._open, {}
         for dispatch in opened.values():
             self.statistics.failures += 1
@@ -178,13 +185,9 @@ class PeerLink:
     # -- tasks --------------------------------------------------------------------------------------------------
 
     async def _write(self, stream: Stream) -> None:
-        try:
-            while True:
-                frame = await self._to_send.receive()
-                with trio.fail_after(limits.SEND_SECONDS_MAX):
-                    await stream.send(frame)
-        except (trio.EndOfChannel, trio.ClosedResourceError):
-            await stream.reset()
+        async for frame in self._to_send:
+            with trio.fail_after(limits.SEND_SECONDS_MAX):
+                await stream.send(frame)
 
     async def _read(self, stream: Stream) -> None:
         def check(header: object, payload_bytes: int) -> None:
@@ -195,33 +198,18 @@ class PeerLink:
             self._take(decode_answer(frame, self._expected), len(frame.payload))
 
     def _take(self, answer: Reply | Failure, payload_bytes: int) -> None:
+        if isinstance(answer, Failure):
+            self.fail("refused", answer.error.message)
+            return
         self._expected.pop(answer.sequence)
-        dispatch = self._open.pop(answer.sequence, None)
+        dispatch = self._open.pop(answer.sequence)
+        elapsed = time.perf_counter() - dispatch.sent
         s = self.statistics
         s.bytes_back += payload_bytes + REPLY_OVERHEAD_BYTES
-        if dispatch is None:  # nobody waits for it any more
-            return
-        if isinstance(answer, Reply):
-            elapsed = time.perf_counter() - dispatch.sent
-            s.round_trip_us += int(elapsed * 1e6)
-            s.compute_us += answer.compute_us
-            self.rate.observe(dispatch.rows, elapsed)
-            dispatch.on_answer(answer.y)
-            return
-        s.failures += 1
-        dispatch.on_answer(
-            ExpertsUnavailable(
-                f"peer {self.name} refused layer {dispatch.layer}: {answer.error.message}",
-                layer=dispatch.layer,
-                experts=list(dispatch.experts),
-                peer=str(self.peer),
-                cause="refused",
-            )
-        )
-
-    def give_up(self, sequence: int) -> None:
-        """Forget who waits for a dispatch; its answer, if it still comes, is dropped."""
-        self._open.pop(sequence, None)
+        s.round_trip_us += int(elapsed * 1e6)
+        s.compute_us += answer.compute_us
+        self.rate.observe(dispatch.rows, elapsed)
+        dispatch.on_answer(answer.y)
 
 
 _SAY: Final = {
@@ -229,4 +217,5 @@ _SAY: Final = {
     "suspended": "fell silent",
     "disconnected": "disconnected",
     "bad_reply": "broke the protocol",
+    "refused": "refused a dispatch",
 }

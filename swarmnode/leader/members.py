@@ -6,9 +6,9 @@ may wait for it. Everything here is on the event loop, so state needs no locks.
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import structlog
@@ -44,7 +44,13 @@ MemberPhase = Literal["joining", "loading", "probing", "ready", "failed"]
 
 @dataclass(eq=False)
 class Member:
-    """One worker. `stream_up` is false once its stay is over."""
+    """One worker. `stream_up` is false once its stay is over. Instants are trio's, in seconds.
+
+    proven            (term, epoch) of what the probe found right over the present link
+    failing_since_s   of the first failure (loading, probing, dispatches) that no success followed
+    failures          how many those are; `resting`: it is left alone for a while after the last one
+    given_up          how often in a row it was; until excluded_until_s it is no newcomer. Both outlive a stay
+    """
 
     peer: PeerId
     hello: Hello
@@ -54,11 +60,17 @@ class Member:
     lost_s: float | None = None
     phase: MemberPhase = "joining"
     progress: Progress | None = None
+    progress_s: float = 0.0
     link: PeerLink | None = None
-    probed: tuple[int, int] | None = None  # (term, epoch) that the probe of this stay's link has passed
+    proven: set[tuple[int, int]] = field(default_factory=set)
     agreement: Agreement | None = None
     error: SwarmError | None = None
     silent: bool = False
+    failing_since_s: float | None = None
+    failures: int = 0
+    resting: bool = False
+    given_up: int = 0
+    excluded_until_s: float = -math.inf
 
     @property
     def name(self) -> str:
@@ -78,7 +90,7 @@ class Member:
         return (
             self.stream_up
             and not self.silent
-            and self.probed == (term, epoch)
+            and (term, epoch) in self.proven
             and self.link is not None
             and self.link.closed is None
         )
@@ -96,7 +108,7 @@ class Members:
         on_speech: Callable[[Member], None],
     ) -> None:
         self.by_peer: dict[PeerId, Member] = {}
-        self.refused = 0
+        self.refused = 0  # hellos
         self._network = network
         self._on_join = on_join
         self._on_progress = on_progress
@@ -112,21 +124,24 @@ class Members:
 
     def forget_absent(self) -> None:
         """Drop members that left long ago."""
-        limit = time.monotonic() - ABSENT_KEPT_S
+        limit = trio.current_time() - ABSENT_KEPT_S
         for peer in [p for p, m in self.by_peer.items() if m.lost_s is not None and m.lost_s < limit]:
             del self.by_peer[peer]
 
+    def _make_room(self) -> bool:
+        """Forget whoever left first, if too many are known. False: all of them are here."""
+        if len(self.by_peer) >= MEMBERS_MAX:
+            absent = [m for m in self.by_peer.values() if m.lost_s is not None]
+            if not absent:
+                return False
+            del self.by_peer[min(absent, key=lambda m: m.lost_s or 0.0).peer]
+        return True
+
     async def _handle(self, stream: Stream) -> None:
-        try:
-            with trio.fail_after(limits.MEMBER_HELLO_SECONDS_MAX):
-                hello = decode_from_worker(await read_frame(stream, limits.MEMBER_FRAME))
-            if not isinstance(hello, Hello):
-                raise PeerMistake("a worker begins with a hello")
-        except PeerMistake as mistake:
-            self.refused += 1
-            _log.warning("member.refused", peer=stream.peer, error=mistake.message)
-            await stream.reset()
-            return
+        with trio.fail_after(limits.MEMBER_HELLO_SECONDS_MAX):
+            hello = decode_from_worker(await read_frame(stream, limits.MEMBER_FRAME))
+        if not isinstance(hello, Hello):
+            raise PeerMistake("a worker begins with a hello")
         if (refusal := self._refusal(stream.peer, hello)) is not None:
             self.refused += 1
             _log.warning("member.refused", peer=stream.peer, name=hello.name, error=refusal.message)
@@ -141,7 +156,7 @@ class Members:
                 f"this leader speaks wire version {WIRE_VERSION}, the worker {hello.wire} (swarmnode {hello.version})",
                 hint="Install the same version of swarmnode on both.",
             )
-        if peer not in self.by_peer and len(self.by_peer) >= MEMBERS_MAX:
+        if peer not in self.by_peer and not self._make_room():
             return UsageError(f"this leader serves at most {MEMBERS_MAX} workers")
         return None
 
@@ -151,7 +166,9 @@ class Members:
         if old is not None and old.stream_up:  # it came back before its old stream was given up
             self._end(old, "it joined again")
         send, receive = trio.open_memory_channel[FromLeader](OUTBOX_MAX)
-        member = Member(stream.peer, hello, time.monotonic(), send)
+        member = Member(stream.peer, hello, trio.current_time(), send)
+        if old is not None:
+            member.given_up, member.excluded_until_s = old.given_up, old.excluded_until_s
         self.by_peer[stream.peer] = member
         _log.info("member.joined", peer=member.peer, name=member.name, backend=hello.backend)
         self.watch.watch(stream.peer)
@@ -165,6 +182,7 @@ class Members:
             reason = str(errors.exceptions[0]) or reason
         except* PeerMistake as errors:
             reason = f"it broke the protocol: {errors.exceptions[0]}"
+            raise
         except* trio.TooSlowError:
             reason = "it takes no messages"
         finally:
@@ -175,7 +193,7 @@ class Members:
         if not member.stream_up:
             return
         member.stream_up = False
-        member.lost_s = time.monotonic()
+        member.lost_s = trio.current_time()
         member.outbox.close()
         if self.by_peer.get(member.peer) is member:
             self.watch.unwatch(member.peer)
@@ -189,6 +207,8 @@ class Members:
             message = decode_from_worker(await read_frame(stream, limits.MEMBER_FRAME))
             if not isinstance(message, Progress):
                 raise PeerMistake("a worker says hello once")
+            if message != member.progress:
+                member.progress_s = trio.current_time()
             member.progress = message
             self._on_progress(member, message)
 

@@ -1,16 +1,17 @@
 """Placement, driven: decide, assign, load, probe, and only then begin the epoch.
 
-`current` is the epoch that serves, `wanted` one that is being prepared. A worker that comes back is assigned what it
-held, proves it again, and serves; the swarm is ready exactly when every holder of the current epoch is usable. The
-decisions themselves are pure (scheduler/settling.py, scheduler/placement.py).
+`current` is the epoch that serves, `wanted` one that is being prepared; the first serves until the second is proven,
+unless some worker has no room for both. Whatever goes wrong with a worker ends the same way: it rests for a while, is
+assigned its share again (which costs nothing if it still holds it), proves it again, and serves. The swarm is ready
+exactly when every holder of the current epoch is usable. The decisions themselves are pure (scheduler/settling.py,
+scheduler/placement.py).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 import structlog
 import trio
@@ -18,10 +19,12 @@ import trio
 from backends.activations import q8_0_is_exact
 from backends.manifest import Manifest
 from backends.program import ExpertProgram
-from capabilities.errors import Internal, NotReady, SwarmError
+from capabilities.agreement import Agreement
+from capabilities.errors import Internal, SwarmError
 from scheduler.dispatch import LayerRouting
 from scheduler.placement import LayerSpec, Placement, PlacementImpossible, WorkerSpec, even_split
-from scheduler.settling import Present, decide
+from scheduler.settling import STALLED_S, Present, decide, exclusion_s, rest_s
+from swarmnode.leader.coverage import Coverage
 from swarmnode.leader.engine import DecodeEngine
 from swarmnode.leader.link import PeerLink
 from swarmnode.leader.members import Member, Members
@@ -33,8 +36,7 @@ from swarmnode.wire import Q8_0_BLOCK_VALUES
 
 _log = structlog.get_logger(__name__)
 
-PROVE_RETRY_S: Final = 3.0
-RELOAD_RETRY_S: Final = 5.0
+AGAIN_S_MAX = 30.0  # how long the loop sleeps at most: some conditions are only a matter of time
 
 ActivationsChoice = Literal["auto", "f32", "q8_0"]
 
@@ -63,123 +65,71 @@ class Placer:
         term: int,
     ) -> None:
         self.term = term
-        self.current: Placement | None = None
-        self.wanted: Placement | None = None
-        self.waiting_for = "workers to join"
-        self._network = network
         self.members = members
+        self.coverage = Coverage(members, manifest)
+        self._network = network
         self._manifest = manifest
         self._reference = reference
         self._remote = remote
         self._engine = engine
         self._settings = settings
         self._epoch = 0
+        self._considered: set[str] = set()  # workers that the last attempt to place took into account
         self._changed = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._proving: set[PeerId] = set()
         self._q8_layers = self._quantizable(settings.activations)
 
-    # -- what others ask ----------------------------------------------------------------------------------------
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that serves, 0 before the first."""
-        return 0 if self.current is None else self.current.epoch
-
-    def refusal(self) -> NotReady | None:
-        """Why no prompt can be served now, or None."""
-        if self.current is None:
-            return NotReady(f"the swarm is not ready: it waits for {self.waiting_for}")
-        away = [peer for peer in self.current.peers() if not self._usable(peer)]
-        if not away:
-            return None
-        names = ", ".join(self._name(peer) for peer in away)
-        lost = sum(len(experts) for peer in away for experts in self.current.held_by(peer).values())
-        return NotReady(f"the swarm is not ready: {lost} experts wait for {names}", peer=away[0])
-
-    def copies(self) -> tuple[int, list[dict[str, int]]]:
-        """The fewest usable copies of any expert, and the experts that have none."""
-        if self.current is None:
-            missing = [{"layer": l.layer, "expert": e} for l in self._manifest.layers for e in range(l.n_expert)]
-            return 0, missing
-        usable = {peer for peer in self.current.peers() if self._usable(peer)}
-        fewest, missing = 1 << 30, []
-        for layer, holders in self.current.holders.items():
-            for expert, peers in enumerate(holders):
-                copies = sum(peer in usable for peer in peers)
-                fewest = min(fewest, copies)
-                if not copies:
-                    missing.append({"layer": layer, "expert": expert})
-        return fewest, missing
-
-    def state_of(self, member: Member) -> str:
-        """joining, loading, ready, suspect or gone, as `status` names it."""
-        if not member.stream_up:
-            return "gone"
-        if member.silent:
-            return "suspect"
-        placement = self.wanted or self.current
-        if placement is None or str(member.peer) not in placement.peers():
-            return "joining"
-        return "ready" if member.is_usable(placement.term, placement.epoch) else "loading"
-
-    def held_now(self, peer: str) -> int:
-        """Experts that this peer serves or is to serve."""
-        placement = self.current or self.wanted
-        return 0 if placement is None else sum(map(len, placement.held_by(peer).values()))
-
-    def _usable(self, peer: str) -> bool:
-        member = self.members.by_peer.get(PeerId(peer))
-        return self.current is not None and member is not None and member.is_usable(self.term, self.current.epoch)
-
-    def _name(self, peer: str) -> str:
-        member = self.members.by_peer.get(PeerId(peer))
-        return member.name if member is not None else peer
-
     # -- events -------------------------------------------------------------------------------------------------
 
     def joined(self, member: Member) -> None:
         """A worker said hello: if it is a holder, it gets its assignment (again)."""
-        placement = self.wanted or self.current
-        if placement is not None and str(member.peer) in placement.peers():
-            self._assign(member, placement)
+        self._assign(member)
         self._changed.set()
 
     def left(self, member: Member) -> None:
+        target = self.coverage.target
+        if target is None or str(member.peer) not in target.peers():
+            self._considered.discard(str(member.peer))  # it may come back with more memory
         self._publish()
         self._changed.set()
 
     def spoke(self, member: Member) -> None:
         """A worker fell silent, or answers again after it had."""
         self._publish()
-        if not member.silent:
-            self._try_to_prove(member)
+        self._try_to_prove(member)
 
     def progressed(self, member: Member, progress: Progress) -> None:
-        placement = self.wanted or self.current
-        if placement is None or (progress.term, progress.epoch) != (placement.term, placement.epoch):
+        target = self.coverage.target
+        if target is None or (progress.term, progress.epoch) != (target.term, target.epoch) or member.resting:
             return
         if progress.phase == "failed":
-            member.phase, member.error = "failed", progress.error or Internal("the worker could not load")
-            _log.warning("placement.worker_failed", peer=member.peer, name=member.name, error=member.error.to_json())
-            self._later(RELOAD_RETRY_S, lambda: self._reassign(member))
+            self._failed(member, progress.error or Internal("the worker could not load, and does not say why"))
         elif progress.phase == "loaded":
             self._try_to_prove(member)
         else:
             member.phase = "loading"
 
-    def _reassign(self, member: Member) -> None:
-        placement = self.wanted or self.current
-        if placement is not None and member.stream_up and member.phase == "failed":
-            self._assign(member, placement)
+    def _failed(self, member: Member, error: SwarmError) -> None:
+        """Let a worker rest, and assign its share again."""
+        if member.resting or not member.stream_up:
+            return
+        member.phase, member.error, member.resting = "failed", error, True
+        member.failures += 1
+        if member.failing_since_s is None:
+            member.failing_since_s = trio.current_time()
+        _log.warning("placement.worker_failed", peer=member.peer, name=member.name, error=error.to_json())
+        self._start(self._rest, member)
+        self._changed.set()
 
-    def _later(self, seconds: float, action: Callable[[], None]) -> None:
-        async def wait() -> None:
-            await trio.sleep(seconds)
-            action()
+    async def _rest(self, member: Member) -> None:
+        await trio.sleep(rest_s(member.failures))
+        member.resting = False
+        self._assign(member)
 
+    def _start(self, task: Callable[[Member], Awaitable[None]], member: Member) -> None:
         if self._nursery is not None:
-            self._nursery.start_soon(wait)
+            self._nursery.start_soon(task, member)
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -190,105 +140,152 @@ class Placer:
                 self._changed = trio.Event()
                 again_s = self._decide()
                 self.members.forget_absent()
-                with trio.move_on_after(30.0 if again_s is None else min(again_s, 30.0)):
+                with trio.move_on_after(again_s):
                     await self._changed.wait()
 
-    def _decide(self) -> float | None:
-        now = time.monotonic()
-        placement = self.wanted or self.current
-        members = self.members.by_peer
+    def _decide(self) -> float:
+        """Place anew if it is time; in how many seconds to look again, if nothing happens."""
+        now, target = trio.current_time(), self.coverage.target
+        holders = frozenset(target.peers()) if target is not None else frozenset()
+        present: dict[str, Present] = {}
+        lost = {str(peer): m.lost_s for peer, m in self.members.by_peer.items() if m.lost_s is not None}
+        again_s = AGAIN_S_MAX
+        for member in self.members.present():
+            peer, failing_since_s = str(member.peer), _failing_since(member, now)
+            if peer in holders and failing_since_s is not None:
+                lost[peer] = failing_since_s
+            elif peer in holders or member.excluded_until_s <= now:
+                present[peer] = Present(member.joined_s)
+            else:
+                again_s = min(again_s, member.excluded_until_s - now)
         decision = decide(
-            frozenset(placement.peers()) if placement is not None else frozenset(),
-            {str(m.peer): Present(m.joined_s) for m in self.members.present()},
-            {str(peer): m.lost_s for peer, m in members.items() if m.lost_s is not None},
+            holders,
+            frozenset(self._considered),
+            present,
+            lost,
             expected=self._settings.workers_expected,
             settle_s=self._settings.settle_s,
             now=now,
         )
-        if decision.workers is not None:
-            return self._place(sorted(decision.workers))
         if decision.waiting_for:
-            self.waiting_for = decision.waiting_for
-        elif self.wanted is not None:
-            self.waiting_for = "its workers to load and prove their experts"
-        return decision.again_s
+            self.coverage.waiting_for = decision.waiting_for
+        if decision.workers is not None:
+            self._place(sorted(decision.workers))
+            self._give_up(holders - decision.workers, now)
+        return again_s if decision.again_s is None else min(again_s, decision.again_s)
 
-    def _place(self, workers: list[str]) -> float | None:
+    def _give_up(self, peers: frozenset[str], now: float) -> None:
+        """These were holders, and are there, but fail."""
+        for peer in peers:
+            member = self.members.by_peer.get(PeerId(peer))
+            if member is not None and member.stream_up:
+                member.given_up += 1
+                member.excluded_until_s = now + exclusion_s(member.given_up)
+                member.failing_since_s, member.failures = None, 0
+                _log.warning("placement.given_up", peer=peer, name=member.name, seconds=exclusion_s(member.given_up))
+
+    def _place(self, workers: list[str]) -> None:
         specs = [LayerSpec(layer.layer, layer.n_expert, layer.expert_bytes) for layer in self._manifest.layers]
-        budgets = [
-            WorkerSpec(peer, self.members.by_peer[PeerId(peer)].hello.memory_budget_bytes) for peer in workers
-        ]
+        budgets = {peer: self.members.by_peer[PeerId(peer)].hello.memory_budget_bytes for peer in workers}
+        self._considered = set(workers)
         try:
-            placement = even_split(specs, budgets, term=self.term, epoch=self._epoch + 1)
+            placement = even_split(
+                specs, [WorkerSpec(*each) for each in budgets.items()], term=self.term, epoch=self._epoch + 1
+            )
         except PlacementImpossible as error:
-            self.waiting_for = f"more memory: {error.message}"
+            self.coverage.waiting_for = f"more memory: {error.message}"
             _log.warning("placement.impossible", error=error.message)
-            return None
+            return
         self._epoch += 1
-        self.wanted = placement
-        self.waiting_for = "its workers to load and prove their experts"
-        _log.info("placement.made", term=self.term, epoch=self._epoch, workers=[self._name(p) for p in workers])
+        self.coverage.wanted = placement
+        self.coverage.waiting_for = "its workers to load and prove their experts"
+        _log.info("placement.made", term=self.term, epoch=self._epoch, workers=list(map(self.coverage.name, workers)))
+        if not self._has_room_for_both(placement, budgets):
+            self.coverage.current = None
+            self._publish()
         for peer in placement.peers():
-            self._assign(self.members.by_peer[PeerId(peer)], placement)
-        return None
+            self._assign(self.members.by_peer[PeerId(peer)])
 
-    def _assign(self, member: Member, placement: Placement) -> None:
-        member.phase, member.error, member.probed = "loading", None, None
+    def _has_room_for_both(self, new: Placement, budgets: Mapping[str, int]) -> bool:
+        """Whether each worker can load its new share beside the one that serves: if not, it frees that first."""
+        old = self.coverage.current
+        if old is None:
+            return True
+        sizes = {layer.layer: layer.expert_bytes for layer in self._manifest.layers}
+        for peer, budget in budgets.items():
+            before, after = old.held_by(peer), new.held_by(peer)
+            held = sum(sizes[layer] * len(experts) for share in (before, after) for layer, experts in share.items())
+            if before != after and held > budget:
+                return False
+        return True
+
+    def _assign(self, member: Member) -> None:
+        """Tell a worker what it should hold, if anything."""
+        target = self.coverage.target
+        if target is None or str(member.peer) not in target.peers() or not member.stream_up or member.resting:
+            return
+        member.phase, member.progress, member.progress_s = "loading", None, trio.current_time()
         member.tell(
             Assign(
-                term=placement.term,
-                epoch=placement.epoch,
+                term=target.term,
+                epoch=target.epoch,
                 model=self._manifest.name,
                 manifest=self._manifest.id,
                 sources=(str(self._network.peer_id),),
-                held=placement.held_by(str(member.peer)),
+                held=target.held_by(str(member.peer)),
             )
         )
 
     # -- proving ------------------------------------------------------------------------------------------------
 
     def _try_to_prove(self, member: Member) -> None:
-        if self._nursery is not None and member.peer not in self._proving and member.stream_up:
+        if member.peer not in self._proving and not member.resting:
             self._proving.add(member.peer)
-            self._nursery.start_soon(self._prove, member)
+            self._start(self._prove, member)
 
     async def _prove(self, member: Member) -> None:
         """Open the link if there is none, probe what the worker should hold, and let it serve."""
-        placement = self.wanted or self.current
-        progress = member.progress
+        target, progress, passed = self.coverage.target, member.progress, False
         try:
-            if placement is None or progress is None or progress.phase != "loaded" or member.silent:
+            if target is None or progress is None or member.silent or not member.stream_up:
                 return
-            if (progress.term, progress.epoch) != (placement.term, placement.epoch):
+            if progress.phase != "loaded" or (progress.term, progress.epoch) != (target.term, target.epoch):
                 return
             member.phase = "probing"
-            link = await self._open_link(member)
-            held = placement.held_by(str(member.peer))
-            member.agreement = await probe(
-                link, self._reference, self._manifest, held, term=placement.term, epoch=placement.epoch
-            )
-            member.probed, member.phase, member.error = (placement.term, placement.epoch), "ready", None
-            _log.info(
-                "probe.passed",
-                peer=member.peer,
-                name=member.name,
-                epoch=placement.epoch,
-                experts=sum(map(len, held.values())),
-                bit_identical=member.agreement.bit_identical,
-            )
-            await self._begin_if_proven(placement)
+            link, held = await self._open_link(member), target.held_by(str(member.peer))
+            agreement = await probe(link, self._reference, self._manifest, held, term=target.term, epoch=target.epoch)
+            if link.closed is not None:
+                raise link.closed
+            self._passed(member, target, agreement)
+            passed = True
         except SwarmError as error:
-            member.phase, member.error = "failed", error
-            _log.warning("probe.failed", peer=member.peer, name=member.name, error=error.to_json())
-            self._later(PROVE_RETRY_S, lambda: self._try_to_prove(member))
+            self._failed(member, error)
         finally:
             self._proving.discard(member.peer)
+        if target is not self.coverage.target:  # the share changed meanwhile, and perhaps it is loaded already
+            self._try_to_prove(member)
+        elif passed:
+            await self._begin_if_proven()
+
+    def _passed(self, member: Member, placement: Placement, agreement: Agreement) -> None:
+        member.proven.add((placement.term, placement.epoch))
+        member.agreement, member.phase, member.error = agreement, "ready", None
+        member.failing_since_s, member.failures, member.given_up = None, 0, 0
+        _log.info(
+            "probe.passed",
+            peer=member.peer,
+            name=member.name,
+            epoch=placement.epoch,
+            experts=sum(map(len, placement.held_by(str(member.peer)).values())),
+            bit_identical=agreement.bit_identical,
+        )
 
     async def _open_link(self, member: Member) -> PeerLink:
         if member.link is not None and member.link.closed is None:
             return member.link
         assert self._nursery is not None
         link = member.link = PeerLink(member.peer, member.name)
+        member.proven.clear()
         self._nursery.start_soon(self._run_link, member, link)
         if not await link.wait_up() and link.closed is not None:
             raise link.closed
@@ -297,29 +294,31 @@ class Placer:
     async def _run_link(self, member: Member, link: PeerLink) -> None:
         await link.run(self._network)
         if member.link is link:
-            member.probed = None
-            member.phase = "loading"
+            member.proven.clear()
             self._publish()
-            if member.stream_up and not member.silent:
-                self._later(PROVE_RETRY_S, lambda: self._try_to_prove(member))
+            if link.closed is not None and not member.silent:
+                self._failed(member, link.closed)
 
-    async def _begin_if_proven(self, placement: Placement) -> None:
-        members = [self.members.by_peer.get(PeerId(peer)) for peer in placement.peers()]
-        usable = [m for m in members if m is not None and m.is_usable(placement.term, placement.epoch)]
-        if placement is self.wanted:
-            if len(usable) < len(members):
+    async def _begin_if_proven(self) -> None:
+        """Begin the wanted epoch once all its workers have proven it; tell the workers which epoch runs."""
+        wanted = self.coverage.wanted
+        if wanted is not None:
+            members = [self.members.by_peer.get(PeerId(peer)) for peer in wanted.peers()]
+            if not all(m is not None and m.is_usable(wanted.term, wanted.epoch) for m in members):
                 return
-            self.current, self.wanted = placement, None
-            _log.info("epoch.begun", term=placement.term, epoch=placement.epoch)
+            self.coverage.current, self.coverage.wanted = wanted, None
+            _log.info("epoch.begun", term=wanted.term, epoch=wanted.epoch)
         self._publish()
         await self._engine.step_boundary()  # what was dispatched under the old epoch has been answered
-        for member in usable:
-            member.tell(Begin(placement.term, placement.epoch))
+        current = self.coverage.current
+        for member in self.members.present():
+            if current is not None and member.is_usable(current.term, current.epoch):
+                member.tell(Begin(current.term, current.epoch))
         self._changed.set()
 
     def _publish(self) -> None:
         """Give the decode thread the current epoch with the links that are usable at this moment."""
-        placement = self.current
+        placement = self.coverage.current
         if placement is None:
             self._remote.set_routing(None)
             return
@@ -344,3 +343,11 @@ class Placer:
             return frozenset(layer.layer for layer in layers if layer.n_in % Q8_0_BLOCK_VALUES == 0)
         programs = [ExpertProgram.from_bytes(program) for program in self._manifest.programs]
         return frozenset(layer.layer for layer in layers if q8_0_is_exact(layer, programs[layer.program]))
+
+
+def _failing_since(member: Member, now: float) -> float | None:
+    """Since when a worker fails, or should have made progress; None: all is well."""
+    if member.failing_since_s is not None:
+        return member.failing_since_s
+    stalled = member.progress_s + STALLED_S
+    return stalled if member.phase == "loading" and now > stalled else None

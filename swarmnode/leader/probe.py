@@ -107,9 +107,7 @@ def _worse(a: Agreement, b: Agreement) -> Agreement:
     )
 
 
-async def _ask(
-    link: PeerLink, layer: LayerExperts, x: F32, experts: Sequence[int], term: int, epoch: int
-) -> F32:
+async def _ask(link: PeerLink, layer: LayerExperts, x: F32, experts: Sequence[int], term: int, epoch: int) -> F32:
     """One dispatch outside any request, and its rows."""
     answers: list[Answer] = []
     arrived = trio.Event()
@@ -119,7 +117,7 @@ async def _ask(
         arrived.set()
 
     ids = np.array(experts, np.int32)
-    sequence = link.send(
+    link.send(
         term=term,
         epoch=epoch,
         layer=layer.layer,
@@ -134,23 +132,7 @@ async def _ask(
     with trio.move_on_after(deadline_s(len(ids), nbytes, link.rate.rows_per_s)):
         await arrived.wait()
     if not answers:
-        link.give_up(sequence)
-        raise ExpertsUnavailable(
-            f"peer {link.name} did not answer the probe of layer {layer.layer} in time",
-            layer=layer.layer,
-            experts=list(experts),
-            peer=str(link.peer),
-            cause="timeout",
-        )
-    answer = answers[0]
-    if isinstance(answer, SwarmError):
+        link.fail("timeout", "it owes an answer to the probe")  # which gives the answer: an error
+    if isinstance(answer := answers[0], SwarmError):
         raise answer
-    if not np.isfinite(answer).all():
-        raise ExpertsUnavailable(
-            f"peer {link.name} answered values that are not finite for layer {layer.layer}",
-            layer=layer.layer,
-            experts=list(experts),
-            peer=str(link.peer),
-            cause="bad_reply",
-        )
     return answer

@@ -7,7 +7,7 @@ Leaving it in any way (the asker's stream broke, Ctrl-C) cancels the request in 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ import structlog
 import trio
 
 from backends.vocabulary import Vocabulary
-from capabilities.errors import NotReady, Overloaded, PeerMistake, SwarmError, UsageError
+from capabilities.errors import NotReady, Overloaded, SwarmError, UsageError
 from scheduler.requests import Effect, FailedEffect, FinishedEffect, QueuedEffect, Request, TokenEffect
 from swarmnode import limits
 from swarmnode.leader.engine import DecodeEngine
@@ -59,6 +59,7 @@ class PromptService:
         context_tokens: int,
         deadline_s: float,
         ready: Callable[[], NotReady | None],
+        on_begin: Callable[[str], None],
         on_end: Callable[[str], None],
     ) -> None:
         self.statistics = PromptStatistics()
@@ -67,6 +68,7 @@ class PromptService:
         self._context_tokens = context_tokens
         self._deadline_s = deadline_s
         self._ready = ready
+        self._on_begin = on_begin
         self._on_end = on_end
         self._tokenizing = trio.CapacityLimiter(1)
 
@@ -84,7 +86,7 @@ class PromptService:
         try:
             try:
                 request = await self._request(ask)
-                self._engine.submit(request, _Sink(send))
+                self._engine.submit(request, _Sink(send, self._on_begin))
                 submitted = True
                 self.statistics.accepted += 1
                 log.info("request.begin", role="leader", prompt_tokens=len(request.prompt_tokens))
@@ -164,9 +166,10 @@ class PromptService:
         try:
             ask = decode_ask(frame)
         except SwarmError as error:
-            if isinstance(error, PeerMistake):
-                _log.warning("prompt.peer_mistake", peer=stream.peer, error=error.message)
-            await stream.send(encode_reply(Failed(error)))
+            self.statistics.failed += 1
+            _log.info("request.refused", role="leader", asker=str(stream.peer), error=error.type)
+            with trio.fail_after(limits.SEND_SECONDS_MAX):
+                await stream.send(encode_reply(Failed(error)))
             return
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._until_gone, stream, nursery.cancel_scope)
@@ -178,25 +181,26 @@ class PromptService:
 
     async def _until_gone(self, stream: Stream, scope: trio.CancelScope) -> None:
         """The asker sends nothing more: whatever the stream tells now is that it went away."""
-        try:
+        with suppress(NetworkError):
             await stream.receive_exactly(1)
-        except NetworkError:
-            pass
         scope.cancel()
 
 
 class _Sink:
     """Turns the engine's effects into replies. Called on the event loop."""
 
-    def __init__(self, send: trio.MemorySendChannel[Reply]) -> None:
+    def __init__(self, send: trio.MemorySendChannel[Reply], on_begin: Callable[[str], None]) -> None:
         self._send = send
+        self._on_begin = on_begin
         self._full = False
 
     def __call__(self, effect: Effect) -> None:
         reply: Reply
         match effect:
-            case QueuedEffect(_, position):
+            case QueuedEffect(request_id, position):
                 reply = Queued(position)
+                if position == 0:
+                    self._on_begin(request_id)
             case TokenEffect(_, index, token, text, _):
                 reply = Token(index, token, text)
             case FinishedEffect(_, reason, text, usage, timings):

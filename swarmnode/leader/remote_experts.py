@@ -1,8 +1,8 @@
-"""The experts of a swarm as llama.cpp's graph sees them: dispatch one layer to its holders, collect their rows.
+"""The experts of a swarm as llama.cpp's graph sees them: dispatch a layer to its holders, collect their rows.
 
-`RemoteExperts` is called from the decode thread, which blocks in `collect`; frames leave and answers arrive on the event
-loop. A dispatch hands all its frames over in one step and goes on; each answer is put into a queue that the decode
-thread reads. Rows go to their slots by the plan, so the result never depends on who answers first.
+`RemoteExperts` is called from the decode thread, which blocks in `collect`; frames leave and answers arrive on the
+event loop. A dispatch hands all its frames over in one step and goes on; each answer is put into a queue that the
+decode thread reads. Rows go to their slots by the plan, so the result never depends on who answers first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scheduler.dispatch import LayerRouting, PeerRows, Plan, check_reply, deadli
 from swarmnode.expert_messages import Activations, dispatch_rows_max, dispatch_tokens_max, encode_notice
 from swarmnode.leader.link import Answer, PeerLink
 
-BEGUN_REQUESTS_MAX: Final = 1024
+_SLICE_S: Final = 0.25  # of a wait: a deadline counts no more of the clock than this for each, so our own sleep is free
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +46,16 @@ class _Part:
     start: int
     plan: Plan
     replies: dict[str, F32] = field(default_factory=dict)
-    sequences: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Exchange:
     number: int
     layer: LayerExperts
+    links: Mapping[str, PeerLink]
     ids_shape: tuple[int, int]
     parts: list[_Part]
-    deadline: float
+    patience_s: float  # how much longer to wait for its answers
     open: int
     started: float
 
@@ -74,7 +74,10 @@ class LayerTiming:
 
 
 class RemoteExperts:
-    """The StepExecutor of a leader. `set_routing` and `end_request` on the event loop, the rest on the decode thread."""
+    """The StepExecutor of a leader.
+
+    `set_routing`, `begin_request` and `end_request` are called on the event loop, the rest on the decode thread.
+    """
 
     def __init__(self, layers: Sequence[LayerExperts], token: trio.lowlevel.TrioToken) -> None:
         self._specs = {spec.layer: spec for spec in layers}
@@ -92,8 +95,13 @@ class RemoteExperts:
         """The epoch that dispatches use from the next layer on."""
         self._routing = routing
 
+    def begin_request(self, request_id: str) -> None:
+        """Tell the workers that dispatches for this request follow, for their logs."""
+        self._begun.add(request_id)
+        self._notify(request_id, begins=True)
+
     def end_request(self, request_id: str) -> None:
-        """Tell the workers that a request has ended, for their logs."""
+        """Tell the workers that a request has ended, if they heard that it began."""
         if request_id in self._begun:
             self._begun.discard(request_id)
             self._notify(request_id, begins=False)
@@ -104,8 +112,7 @@ class RemoteExperts:
             return
         notice = encode_notice(routing.term, request_id, begins=begins)
         for link in routing.links.values():
-            if link.closed is None:
-                link.send_frame(notice)
+            link.send_frame(notice)
 
     def _send(self, routing: Routing, exchange: _Exchange, frames: list[tuple[int, PeerRows, Activations]]) -> None:
         layer = exchange.layer
@@ -114,7 +121,7 @@ class RemoteExperts:
             def on_answer(answer: Answer, index: int = index, peer: str = part.peer) -> None:
                 self._answers.put((exchange.number, index, peer, answer))
 
-            exchange.parts[index].sequences[part.peer] = routing.links[part.peer].send(
+            routing.links[part.peer].send(
                 term=routing.term,
                 epoch=routing.epoch,
                 layer=layer.layer,
@@ -129,12 +136,8 @@ class RemoteExperts:
     # -- decode thread ------------------------------------------------------------------------------------------
 
     def begin_step(self, requests: Sequence[str]) -> None:
-        """Tell the workers of requests that they have not heard of, and drop what an aborted step left open."""
+        """Drop what an aborted step left open."""
         self._open.clear()
-        for request_id in requests:
-            if request_id not in self._begun and len(self._begun) < BEGUN_REQUESTS_MAX:
-                self._begun.add(request_id)
-                self._token.run_sync_soon(lambda r=request_id: self._notify(r, begins=True))
 
     def dispatch(self, layer: int, x: F32, ids: I32) -> None:
         """Send activations x [T, n_in] to the holders of the chosen experts ids [T, K].
@@ -165,20 +168,29 @@ class RemoteExperts:
             parts.append(part)
         self._number += 1
         exchange = _Exchange(
-            self._number, spec, (n_tokens, n_used), parts, self._deadline(routing, spec, frames), len(frames), started
+            number=self._number,
+            layer=spec,
+            links=routing.links,
+            ids_shape=(n_tokens, n_used),
+            parts=parts,
+            patience_s=self._patience_s(routing, spec, frames),
+            open=len(frames),
+            started=started,
         )
         self._open[layer] = exchange
         self._token.run_sync_soon(self._send, routing, exchange, frames)
 
-    def _deadline(self, routing: Routing, spec: LayerExperts, frames: list[tuple[int, PeerRows, Activations]]) -> float:
-        """The latest instant at which every peer, at its measured rate, should have answered all its frames."""
+    def _patience_s(
+        self, routing: Routing, spec: LayerExperts, frames: list[tuple[int, PeerRows, Activations]]
+    ) -> float:
+        """How long every peer, at its measured rate, may take to answer all its frames."""
         rows: dict[str, int] = {}
         sizes: dict[str, int] = {}
         for _, part, x in frames:
             rows[part.peer] = rows.get(part.peer, 0) + len(part.experts)
             sizes[part.peer] = sizes.get(part.peer, 0) + x.nbytes + 4 * spec.n_out * len(part.experts)
         waits = [deadline_s(n, sizes[peer], routing.links[peer].rate.rows_per_s) for peer, n in rows.items()]
-        return time.monotonic() + max(waits, default=0.0)
+        return max(waits, default=0.0)
 
     def collect(self, layer: int) -> F32:
         """The outputs [T, K, n_out] of the last dispatch of this layer.
@@ -206,11 +218,15 @@ class RemoteExperts:
             timing.decode_round_trip_s += seconds
 
     def _take_one(self, exchange: _Exchange) -> None:
-        left = exchange.deadline - time.monotonic()
+        started = time.monotonic()
         try:
-            number, index, peer, answer = self._answers.get(timeout=max(left, 0.0) + 1e-3)
+            number, index, peer, answer = self._answers.get(timeout=_SLICE_S)
         except queue.Empty:
-            raise self._late(exchange) from None
+            exchange.patience_s -= _SLICE_S
+            if exchange.patience_s <= 0:
+                raise self._late(exchange) from None
+            return
+        exchange.patience_s -= min(time.monotonic() - started, _SLICE_S)
         if number != exchange.number:  # an answer to a step that was aborted
             return
         if isinstance(answer, SwarmError):
@@ -231,16 +247,17 @@ class RemoteExperts:
         exchange.open -= 1
 
     def _late(self, exchange: _Exchange) -> ExpertsUnavailable:
-        for part in exchange.parts:
-            for rows in part.plan.parts:
-                if rows.peer not in part.replies:
-                    experts = sorted(set(rows.experts.tolist()))
-                    return ExpertsUnavailable(
-                        f"experts {', '.join(map(str, experts))} of layer {exchange.layer.layer} are unavailable: peer"
-                        f" {rows.peer} did not answer in time",
-                        layer=exchange.layer.layer,
-                        experts=experts,
-                        peer=rows.peer,
-                        cause="timeout",
-                    )
-        raise AssertionError("every part was answered")
+        """The error that names the first peer that owes rows. Whoever owes some must prove itself again."""
+        late = [rows for part in exchange.parts for rows in part.plan.parts if rows.peer not in part.replies]
+        for peer in {rows.peer for rows in late}:
+            self._token.run_sync_soon(exchange.links[peer].fail, "timeout", "it owes an answer")
+        peer, layer = late[0].peer, exchange.layer.layer
+        experts = sorted(set(late[0].experts.tolist()))
+        return ExpertsUnavailable(
+            f"experts {', '.join(map(str, experts))} of layer {layer} are unavailable: peer"
+            f" {exchange.links[peer].name} did not answer in time",
+            layer=layer,
+            experts=experts,
+            peer=peer,
+            cause="timeout",
+        )

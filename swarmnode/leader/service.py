@@ -90,7 +90,6 @@ class Leader:
         self._config = config
         self._threads = threads
         self._models_changed = trio.Event()
-        self.members.register()
 
     # -- what others ask ----------------------------------------------------------------------------------------
 
@@ -102,7 +101,9 @@ class Leader:
         """Why no prompt can be served now, or None."""
         if self.active is None:
             return NotReady(f"the swarm is not ready: it waits for {self.reason}")
-        return self.active.placer.refusal()
+        if self.active.engine.stopped:
+            return NotReady("the leader's decode thread has ended", hint="Its log says why; restart the daemon.")
+        return self.active.placer.coverage.refusal()
 
     @asynccontextmanager
     async def replies(self, ask: Ask) -> AsyncIterator[AsyncIterator[Reply]]:
@@ -126,12 +127,15 @@ class Leader:
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.members.watch.run)
-            opened = await self._wait_for_model()
-            try:
-                await self._serve(opened)
-            finally:
-                opened.close()
+            await nursery.start(self.members.watch.run)
+            self.members.register()
+            while True:
+                self.opened = opened = await self._wait_for_model()
+                try:
+                    await self._serve(opened)
+                finally:
+                    self.opened = None
+                    opened.close()
 
     async def _wait_for_model(self) -> OpenModel:
         while True:
@@ -155,8 +159,8 @@ class Leader:
         return self._models.open(names[0])
 
     async def _serve(self, opened: OpenModel) -> None:
+        """Serve a model; returns, when models have changed, only if this one cannot be served."""
         manifest, config = opened.manifest, self._config.leader
-        self.opened = opened
         self.reason = f"the trunk of {manifest.name} to load"
         remote = RemoteExperts(manifest.layers, trio.lowlevel.current_trio_token())
         try:
@@ -164,7 +168,8 @@ class Leader:
         except SwarmError as error:
             self.reason = f"a usable model: {error.message}"
             _log.error("leader.model_refused", model=manifest.name, error=error.to_json())
-            await trio.sleep_forever()
+            await self._models_changed.wait()
+            return
         batcher = Batcher(
             config.parallel,
             model.context_tokens,
@@ -174,9 +179,7 @@ class Leader:
         )
         engine = DecodeEngine(model, remote, batcher)
         reference = ProbeReference(manifest, opened.served.source, Device(threads=self._threads))
-        settings = PlacerSettings(
-            self._config.swarm.workers_expected, self._config.swarm.settle_s, config.activations
-        )
+        settings = PlacerSettings(self._config.swarm.workers_expected, self._config.swarm.settle_s, config.activations)
         placer = Placer(self._network, self.members, manifest, reference, remote, engine, settings, self.term)
         prompts = PromptService(
             engine,
@@ -184,6 +187,7 @@ class Leader:
             model.context_tokens,
             config.request_deadline_s,
             self.refusal,
+            remote.begin_request,
             remote.end_request,
         )
         self.active = ActiveModel(opened, model, engine, remote, placer, prompts)

@@ -43,23 +43,25 @@ class ExpertSet:
 
 
 class Epochs:
-    """At most two expert sets, found by (term, epoch)."""
+    """At most two expert sets, found by (term, epoch).
+
+    Who computes holds `computing` and asks `holds` first, for a set may have been dropped while it waited.
+    """
 
     def __init__(self) -> None:
         self.current: ExpertSet | None = None
         self.prepared: ExpertSet | None = None
         self.computing = trio.Lock()  # held while a backend computes, so that none is freed under its kernels
 
-    async def prepare(self, expert_set: ExpertSet) -> None:
-        """Take a set that has just been loaded; an earlier one that never began is dropped."""
-        async with self.computing:
-            if self.prepared is not None:
-                self.prepared.backend.close()
-            self.prepared = expert_set
+    def holds(self, expert_set: ExpertSet) -> bool:
+        return expert_set in (self.current, self.prepared)
 
-    def adopt(
-        self, term: int, epoch: int, manifest: str, wanted: Mapping[int, tuple[int, ...]]
-    ) -> ExpertSet | None:
+    def prepare(self, expert_set: ExpertSet) -> None:
+        """Take a set that has just been loaded, after `make_room`."""
+        assert self.prepared is None
+        self.prepared = expert_set
+
+    def adopt(self, term: int, epoch: int, manifest: str, wanted: Mapping[int, tuple[int, ...]]) -> ExpertSet | None:
         """A set in memory with exactly this share, which from now on also answers to (term, epoch), or None."""
         for held in (self.current, self.prepared):
             if held is not None and held.loaded and held.manifest == manifest and held.wanted == wanted:
@@ -69,10 +71,10 @@ class Epochs:
 
     async def begin(self, term: int, epoch: int) -> None:
         """This epoch serves from now on under this name alone; every other set is dropped."""
-        chosen = self.find(term, epoch)
-        if chosen is None:
-            return
         async with self.computing:
+            chosen = self.find(term, epoch)
+            if chosen is None:
+                return
             for held in (self.current, self.prepared):
                 if held is not None and held is not chosen:
                     held.backend.close()
@@ -103,8 +105,24 @@ class Epochs:
             raise PeerMistake(f"no experts of layer {head.layer} are held here", layer=head.layer)
         return held, layer
 
-    def close(self) -> None:
-        for held in (self.current, self.prepared):
-            if held is not None:
-                held.backend.close()
-        self.current = self.prepared = None
+    async def make_room(self, bytes_needed: int, bytes_max: int) -> None:
+        """Before another set is loaded: free the prepared one, and the one that serves if there is no room for both.
+
+        The leader reckons in the same way, and does not count on this worker meanwhile.
+        """
+        async with self.computing:
+            if self.prepared is not None:
+                self.prepared.backend.close()
+                self.prepared = None
+            if self.current is not None and self.current.bytes_held + bytes_needed > bytes_max:
+                self.current.backend.close()
+                self.current = None
+
+    async def drop(self) -> None:
+        """Free every set, once the kernels that run have ended."""
+        async with self.computing:
+            dropped = (self.current, self.prepared)
+            self.current = self.prepared = None
+            for held in dropped:
+                if held is not None:
+                    held.backend.close()

@@ -140,6 +140,8 @@ class ExpertsService:
 
         rate = self.statistics.rows_per_s
         async with self.epochs.computing:
+            if not self.epochs.holds(held):
+                raise PeerMistake(f"epoch {head.term}.{head.epoch} ended while the dispatch waited", layer=head.layer)
             started = time.perf_counter()
             if rate and head.n_rows / rate < INLINE_SECONDS_MAX:
                 y = run()

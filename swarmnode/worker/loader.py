@@ -42,20 +42,26 @@ class Loader:
         self._epochs = epochs
         self._budget_bytes = memory_budget_bytes
         self._make_backend = make_backend
+        self._turn = trio.Lock()
         self.manifests: dict[str, Manifest] = {}
 
     async def load(self, assign: Assign, progress: OnProgress) -> None:
-        """Fetch and load the assigned experts and register them as the prepared epoch.
+        """Fetch and load the assigned experts and register them as the prepared epoch. One load at a time.
 
         Raises:
             SwarmError: with the reason; what was fetched stays in the cache.
         """
+        async with self._turn:  # one that was cancelled first frees what it has loaded
+            await self._load(assign, progress)
+
+    async def _load(self, assign: Assign, progress: OnProgress) -> None:
         sources = [PeerId(peer) for peer in assign.sources]
         manifest = self.manifests.get(assign.manifest)
         if manifest is None:
             manifest = await fetch_manifest(self._network, sources, assign.manifest)
             self.manifests = {assign.manifest: manifest}
-        self._check(manifest, assign)
+        total = self._check(manifest, assign)
+        await self._epochs.make_room(total, self._budget_bytes)
         with self._cache.keep(
             manifest.experts_of(layer).hashes[expert] for layer, experts in assign.held.items() for expert in experts
         ):
@@ -69,8 +75,8 @@ class Loader:
             )
             await self._load_layers(manifest, assign, progress)
 
-    def _check(self, manifest: Manifest, assign: Assign) -> None:
-        """The share must exist and fit."""
+    def _check(self, manifest: Manifest, assign: Assign) -> int:
+        """The bytes of the share, which must exist and fit."""
         total = 0
         for number, experts in assign.held.items():
             layer = manifest.experts_of(number)
@@ -79,14 +85,16 @@ class Loader:
             total += layer.expert_bytes * len(experts)
         if total > self._budget_bytes:
             raise Internal(
-                f"the assigned experts take {total // MIB} MiB, over this worker's budget of {self._budget_bytes // MIB} MiB",
+                f"the assigned experts take {total // MIB} MiB, over this worker's budget of"
+                f" {self._budget_bytes // MIB} MiB",
                 hint="Raise node.memory_mib on this worker, or join more workers.",
             )
+        return total
 
     async def _load_layers(self, manifest: Manifest, assign: Assign, progress: OnProgress) -> None:
         backend = self._make_backend()
         prepared = ExpertSet(assign.term, assign.epoch, assign.manifest, dict(assign.held), backend, {})
-        total = sum(manifest.experts_of(n).expert_bytes * len(e) for n, e in assign.held.items())
+        total = self._check(manifest, assign)
         done = 0
         try:
             for number, experts in assign.held.items():
@@ -101,11 +109,9 @@ class Loader:
             raise
         progress("loading", total, total)
         prepared.loaded = True
-        await self._epochs.prepare(prepared)
+        self._epochs.prepare(prepared)
 
-    def _load_layer(
-        self, backend: ExpertBackend, manifest: Manifest, number: int, experts: tuple[int, ...]
-    ) -> None:
+    def _load_layer(self, backend: ExpertBackend, manifest: Manifest, number: int, experts: tuple[int, ...]) -> None:
         layer = manifest.experts_of(number)
         program = ExpertProgram.from_bytes(manifest.programs[layer.program])
         backend.load_layer(layer, program, experts, layer_reader(self._cache, layer))

@@ -52,7 +52,6 @@ class MemberState:
     done: int = 0
     total: int = 0
     error: SwarmError | None = None
-    serving: tuple[int, int] | None = None  # (term, epoch) that has begun
 
 
 class Membership:
@@ -79,6 +78,7 @@ class Membership:
         self._loading: trio.CancelScope | None = None
         self._assigned: Assign | None = None
         self._phase_changed = trio.Event()
+        self._told: Progress | None = None  # what the leader heard of its latest assignment
         self._retry_s = RETRY_S_MIN
 
     async def run(self) -> None:
@@ -132,7 +132,6 @@ class Membership:
                             nursery.start_soon(self._prepare, message, self._loading)
                         case Begin():
                             await self._epochs.begin(message.term, message.epoch)
-                            self.state.serving = message.term, message.epoch
                         case Refuse():
                             raise _RefusedError(message.error.message)
         finally:
@@ -149,7 +148,7 @@ class Membership:
         """Fetch and load what an assignment names; `_report` tells the leader."""
         with scope:
             self._set_phase("fetching")
-            self._assigned = assign
+            self._assigned, self._told = assign, None
             try:
                 held = self._epochs.adopt(assign.term, assign.epoch, assign.manifest, assign.held)
                 if held is None:
@@ -158,21 +157,20 @@ class Membership:
             except SwarmError as error:
                 _log.warning("member.load_failed", epoch=assign.epoch, error=error.to_json())
                 self._set_phase("failed", error)
-            except OSError as error:
+            except Exception as error:  # the disk, the backend, or a share that nobody thought of: the leader must know
                 _log.exception("member.load_failed")
                 self._set_phase("failed", Internal(f"the worker could not load its experts: {error}"))
             self._phase_changed.set()
 
     async def _report(self, stream: Stream) -> None:
         """Tell the leader of every change of phase at once, and of progress twice a second. The stream's one writer."""
-        last: Progress | None = None
         while True:
             self._phase_changed = trio.Event()
             progress = None if self._assigned is None else self._progress(self._assigned)
-            if progress is not None and progress != last:
+            if progress is not None and progress != self._told:
+                self._told = progress
                 with trio.fail_after(limits.SEND_SECONDS_MAX):
                     await stream.send(encode(progress))
-                last = progress
             with trio.move_on_after(PROGRESS_INTERVAL_S):
                 await self._phase_changed.wait()
 

@@ -46,32 +46,26 @@ class Worker:
         self.leader_peer = peer_of(leader_address)
         self.epochs = Epochs()
         self.experts = ExpertsService(self.epochs, self.leader_peer)
-        self.watch = PeerWatch(network, self._on_state)
-        self.leader_silent = False
+        self.watch = PeerWatch(network)
         loader = Loader(network, cache, self.epochs, memory_budget_bytes, make_backend)
-        self.membership = Membership(
-            network, self.watch, self.leader_peer, leader_address, hello, self.epochs, loader
-        )
+        self.membership = Membership(network, self.watch, self.leader_peer, leader_address, hello, self.epochs, loader)
         self.asker = RemoteAsker(network, self.leader_peer, self.refusal)
         self.experts.register(network)
 
     async def run(self) -> None:
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self.watch.run)
+                await nursery.start(self.watch.run)
                 nursery.start_soon(self.membership.run)
         finally:
-            self.epochs.close()
+            with trio.CancelScope(shield=True):  # a kernel that runs must end before its memory goes
+                await self.epochs.drop()
 
     def refusal(self) -> NoLeader | None:
         """Why the leader cannot be asked now, or None."""
-        state = self.membership.state
-        if self.leader_silent:
-            return NoLeader(f"the leader {self.leader_peer} does not answer pings", peer=str(self.leader_peer))
+        leader, state = self.leader_peer, self.membership.state
         if not state.connected:
-            return NoLeader(f"no connection to the leader {self.leader_peer}: {state.reason}", peer=str(self.leader_peer))
+            return NoLeader(f"no connection to the leader {leader}: {state.reason}", peer=str(leader))
+        if self.watch.state(leader) == PeerState.FAILED:
+            return NoLeader(f"the leader {leader} does not answer pings", peer=str(leader))
         return None
-
-    def _on_state(self, peer: PeerId, state: PeerState) -> None:
-        if peer == self.leader_peer:
-            self.leader_silent = state == PeerState.FAILED
