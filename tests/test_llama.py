@@ -56,6 +56,18 @@ def test_chunks_of_any_size_give_the_same_bits(kind: str, quantisation: str) -> 
             assert np.array_equal(in_chunks(model, size), whole), f"chunks of {size}"
 
 
+def test_a_long_context_changes_no_bits() -> None:
+    """Beyond 512 cells flash attention would split a lone token's work in another way."""
+    n, last = 600, 8
+    tokens = (np.arange(n, dtype=np.int32) * 37) % 256
+    with LlamaModel(tiny_file("olmoe"), LlamaSettings(context_tokens=1024, batch_tokens=n)) as model:
+        whole = decode(model, tokens)
+        model.clear_all()
+        decode(model, tokens[:-last])
+        steps = [decode(model, tokens[i : i + 1], i) for i in range(n - last, n)]
+        assert np.array_equal(np.concatenate(steps), whole[-last:])
+
+
 @pytest.mark.parametrize(("kind", "quantisation"), [("olmoe", "q4_0"), ("qwen3next", "f32"), ("gpt-oss", "q6_k")])
 def test_a_sequence_among_others_equals_itself_alone(kind: str, quantisation: str) -> None:
     settings = replace(SETTINGS, sequences=4)

@@ -252,6 +252,20 @@ def test_results_of_another_shape_are_not_written(spoil: Callable[[int, F32], F3
             decode(trunk)
 
 
+def test_nothing_more_is_computed_after_an_error() -> None:
+    """With several devices llama.cpp goes on to the next part of the graph: that ends at its first node."""
+
+    class Broken(LearningHook):
+        def wants(self, node: int) -> bool:
+            raise AssertionError("asked again")
+
+    hook = Broken()
+    hook.error = ZeroDivisionError()
+    assert hook.callback(0, True) is True  # wanted, so that it is shown once computed ...
+    assert hook.callback(0, False) is False  # ... and then the rest is not
+    assert isinstance(hook.error, ZeroDivisionError)
+
+
 def test_a_model_may_be_given_another_hook() -> None:
     with served("olmoe") as (trunk, watched, _):
         expected = decode(trunk)

@@ -42,10 +42,13 @@ def run_both(nodes: tuple[Node, ...], x: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def assert_same_values(name: str, actual: np.ndarray, expected: np.ndarray) -> None:  # type: ignore[type-arg]
-    by_table = name in ("GELU", "GELU_QUICK", "GEGLU", "GEGLU_QUICK")  # an entry may have rounded the other way
     infinite = np.isinf(expected)
     assert np.array_equal(actual[infinite], expected[infinite])
-    np.testing.assert_allclose(actual[~infinite], expected[~infinite], rtol=1e-3 if by_table else 4e-6, atol=2e-6)
+    close = np.isclose(actual[~infinite], expected[~infinite], rtol=4e-6, atol=2e-6)
+    if name in ("GELU", "GELU_QUICK", "GEGLU", "GEGLU_QUICK"):  # a few of the table's entries rounded the other way
+        assert close.mean() > 0.99
+        close = np.isclose(actual[~infinite], expected[~infinite], rtol=1e-3, atol=2e-6)
+    assert close.all(), np.flatnonzero(~close)
 
 
 @pytest.mark.parametrize("name", sorted(UNARY))
