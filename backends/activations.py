@@ -78,6 +78,7 @@ def quantize_q8_0(x: NDArray[np.float32]) -> NDArray[np.uint8]:
 
 def dequantize_q8_0(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
     """The values [T, n] of Q8_0 blocks [T, n / 32 * 34]."""
-    rows = len(blocks)
+    rows, row_bytes = blocks.shape
     view = np.ascontiguousarray(blocks).view(_Block)
-    return (view["values"].astype(np.float32) * view["scale"].astype(np.float32)[..., None]).reshape(rows, -1)
+    values: NDArray[np.float32] = view["values"].astype(np.float32) * view["scale"].astype(np.float32)[..., None]
+    return values.reshape(rows, row_bytes // BLOCK_BYTES * BLOCK)
