@@ -210,6 +210,18 @@ async def test_a_peer_that_answers_no_ping_is_given_up(monkeypatch: pytest.Monke
         assert await attacked.peer.skip_to(PING, SYN)
 
 
+async def test_a_slow_link_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message that takes longer to arrive than silence may last."""
+    monkeypatch.setattr(limits, "KEEPALIVE_TICK_SECONDS", 0.02)
+    monkeypatch.setattr(limits, "SILENCE_SECONDS_MAX", 0.15)
+    async with attacked_muxer() as attacked:
+        message = attacked.peer.session.seal(frame(DATA, SYN, 1, 3, b"abc"))
+        for byte in message:
+            await attacked.peer.session.link.send(bytes([byte]))
+            await trio.sleep(0.015)
+        assert await (await attacked.muxer.accept_stream()).receive_exactly(3) == b"abc"
+
+
 async def test_the_pause_of_this_process_is_not_held_against_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "KEEPALIVE_TICK_SECONDS", 0.05)
     monkeypatch.setattr(limits, "SILENCE_SECONDS_MAX", 0.2)

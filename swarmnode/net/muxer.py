@@ -275,12 +275,13 @@ class Muxer:
         self._parse([self.session.take_ahead()])
         while True:
             plaintexts = self.session.receive_now()
-            if plaintexts is None:
+            if plaintexts is not None:
+                self._last_received = trio.current_time()
+                self._parse(plaintexts)
+            if self._link.may_have_more:
+                await trio.lowlevel.checkpoint()
+            else:
                 await self._link.wait_readable()
-                continue
-            self._last_received = trio.current_time()
-            self._parse(plaintexts)
-            await trio.lowlevel.checkpoint()
 
     def _parse(self, plaintexts: list[bytes]) -> None:
         """Take in all frames. What they make this side answer leaves in one piece afterwards."""

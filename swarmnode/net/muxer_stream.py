@@ -177,36 +177,39 @@ class MuxerStream:
             await trio.lowlevel.checkpoint()
         if n <= len(self._buffer):
             self._free_calls -= 1
-            return self._take(n)
+            return bytes(self._take(n))
         self._free_calls = limits.CALLS_WITHOUT_CHECKPOINT_MAX
         return await self._receive_slowly(n)
 
     async def _receive_slowly(self, n: int) -> bytes:
         """The message is taken out in pieces of at most half a window, as the peer can send no more at once."""
-        taken = bytearray()
+        pieces: list[bytes | bytearray] = []
+        missing = n
         try:
-            while (missing := n - len(taken)) > 0:
+            while missing:
                 if len(self._buffer) >= min(missing, self.window // 2):
-                    taken += self._take(min(missing, len(self._buffer)))
+                    pieces.append(self._take(min(missing, len(self._buffer))))
+                    missing -= len(pieces[-1])
                     continue
-                self._check_receiving(clean=not taken and not self._buffer)
+                self._check_receiving(clean=not pieces and not self._buffer)
                 self._expect(missing)
                 self._wanted = min(missing, self.window // 2)
                 self._reader_since = trio.current_time()
                 await self._reader.wait()
         except BaseException:
-            self._put_back(taken)
+            self._put_back(b"".join(pieces))
             raise
         finally:
             self._reader_since = math.inf
-        return bytes(taken)
+        return b"".join(pieces)
 
     async def receive_some(self, most: int | None = None) -> bytes:
         """At least one byte, at most `most`: what has arrived. For libp2p's own protocols."""
         if most == 0:
             return b""
         first = await self.receive_exactly(1)
-        return first + self._take(len(self._buffer) if most is None else min(len(self._buffer), most - 1))
+        more = len(self._buffer) if most is None else min(len(self._buffer), most - 1)
+        return first + self._take(more)
 
     def _check_receiving(self, *, clean: bool) -> None:
         self._check_failure()
@@ -216,10 +219,11 @@ class MuxerStream:
             message = "the peer closed the stream" if clean else "the peer closed the stream inside a message"
             raise StreamClosed(message, clean=clean)
 
-    def _take(self, n: int) -> bytes:
+    def _take(self, n: int) -> bytes | bytearray:
+        taken: bytes | bytearray
         buffer = self._buffer
         if n == len(buffer):
-            taken = bytes(buffer)
+            taken = buffer
             self._buffer = bytearray()
         else:
             taken = bytes(memoryview(buffer)[:n])
@@ -231,7 +235,7 @@ class MuxerStream:
             self._forget()
         return taken
 
-    def _put_back(self, taken: bytearray) -> None:
+    def _put_back(self, taken: bytes) -> None:
         if taken and not (self._failure and self._failure[0] is StreamReset):
             self._buffer[:0] = taken
             self._account(len(taken))

@@ -50,6 +50,8 @@ class TcpLink(IRawConnection):  # type: ignore[misc]
         self._counters = counters
         self._key = None if network_key is None else NetworkKey(network_key)
         self._ahead = bytearray()
+        self.may_have_more = False
+        """The last `receive_now` was full: asking again is worth more than waiting for the kernel to say so."""
         self._closed = False
         host, port = sock.getpeername()[:2]
         self._remote = (str(host), int(port))
@@ -79,10 +81,12 @@ class TcpLink(IRawConnection):  # type: ignore[misc]
             try:
                 data = self._socket.recv(limits.RECEIVE_CHUNK_BYTES)
             except BlockingIOError:
+                self.may_have_more = False
                 return None
             except OSError as error:
                 raise ConnectionLost(f"receiving failed: {error.strerror}") from error
             self._counters.bytes_received += len(data)
+            self.may_have_more = len(data) == limits.RECEIVE_CHUNK_BYTES
             if not data or self._key is None:
                 return data
             if plain := self._key.decrypt(data):
