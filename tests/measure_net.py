@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import libp2p
+import structlog
 import trio
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -230,6 +231,7 @@ def main() -> None:
     parser.add_argument("--serve", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("warning"))
     if options.serve:
         trio.run(serve, options.serve, options.folder)
         return

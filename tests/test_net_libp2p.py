@@ -534,10 +534,17 @@ async def test_strangers_to_a_private_network(key: bytes | None, monkeypatch: py
 # --- Life -------------------------------------------------------------------------------------------------------------
 
 
-async def test_errors_inside_come_out_as_themselves() -> None:
-    with pytest.raises(KeyError, match="mine"):
-        async with network():
-            raise KeyError("mine")
+async def test_errors_inside_come_out_as_themselves_and_at_once() -> None:
+    async with network() as first, network() as second, network() as third:
+
+        async def fail_inside() -> None:
+            async with network() as node:
+                for other in (first, second, third):
+                    await node.connect(other.addresses[0])
+                raise KeyError("mine")
+
+        with pytest.raises(KeyError, match="mine"), trio.fail_after(1):
+            await fail_inside()
 
 
 async def test_leaving_cancels_handlers_and_frees_everything() -> None:

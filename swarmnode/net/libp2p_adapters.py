@@ -42,20 +42,18 @@ log = structlog.get_logger(__name__)
 
 OWN_MUXER = "/swarmnode/yamux/1.0.0"
 STOCK_MUXER = "/yamux/1.0.0"
+MUXERS = (OWN_MUXER, STOCK_MUXER)
 
 
 class Upgrader(TransportUpgrader):  # type: ignore[misc]
     """Link to session to muxer. `admit` raises if the peer, proven by the handshake, may not connect."""
 
-    def __init__(
-        self, handshake: NoiseHandshake, admit: Callable[[PeerId], None], counters: Counters, muxers: tuple[str, ...]
-    ) -> None:
+    def __init__(self, handshake: NoiseHandshake, admit: Callable[[PeerId], None], counters: Counters) -> None:
         super().__init__({}, {})
         self._handshake = handshake
         self._admit = admit
         self._counters = counters
         self._budget = ReceiveBudget()
-        self._muxers = muxers
 
     async def upgrade_security(self, raw_conn: TcpLink, is_initiator: bool, peer_id: ID | None = None) -> NoiseSession:
         try:
@@ -76,9 +74,9 @@ class Upgrader(TransportUpgrader):  # type: ignore[misc]
         try:
             with trio.fail_after(limits.HANDSHAKE_SECONDS_MAX):
                 if conn.is_initiator:
-                    await multistream.propose(conn, self._muxers)
+                    await multistream.propose(conn, MUXERS)
                 else:
-                    await multistream.answer(conn, self._muxers)
+                    await multistream.answer(conn, MUXERS)
         except Exception as error:
             conn.link.close_now()
             raise MuxerUpgradeFailure(str(error) or type(error).__name__) from error

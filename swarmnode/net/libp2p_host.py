@@ -48,8 +48,6 @@ from swarmnode.net.interface import (
     StreamHandler,
 )
 from swarmnode.net.libp2p_adapters import (
-    OWN_MUXER,
-    STOCK_MUXER,
     MuxedStream,
     NoAutoConnector,
     Upgrader,
@@ -74,13 +72,7 @@ class Libp2pNetwork:
 
     host: BasicHost
 
-    def __init__(
-        self,
-        identity: Identity,
-        nursery: trio.Nursery,
-        network_key: bytes | None,
-        muxers: tuple[str, ...] = (OWN_MUXER, STOCK_MUXER),
-    ) -> None:
+    def __init__(self, identity: Identity, nursery: trio.Nursery, network_key: bytes | None) -> None:
         self._identity = identity
         self._nursery = nursery
         self._counters = Counters()
@@ -90,27 +82,8 @@ class Libp2pNetwork:
         self._connections: dict[PeerId, list[_Connection]] = {}
         self._news = ConnectionNews()
         self._dialing: dict[PeerId, trio.Lock] = {}
-        handshake = NoiseHandshake(identity.key_pair)
-        upgrader = Upgrader(handshake, self._admit, self._counters, muxers)
-        peer_store = PeerStore(max_peers=sys.maxsize)
-        peer_store.add_key_pair(ID.from_pubkey(identity.key_pair.public_key), identity.key_pair)
-        self._swarm = Swarm(
-            ID.from_pubkey(identity.key_pair.public_key),
-            peer_store,
-            upgrader,
-            [self._transport],
-            retry_config=RetryConfig(max_retries=0),
-            connection_config=ConnectionConfig(
-                max_connections=limits.CONNECTIONS_MAX,
-                high_watermark=limits.CONNECTIONS_MAX,
-                low_watermark=0,
-                min_connections=0,
-                max_connections_per_peer=limits.CONNECTIONS_PER_PEER_MAX,
-                inbound_upgrade_timeout=2 * limits.HANDSHAKE_SECONDS_MAX,
-                outbound_upgrade_timeout=2 * limits.HANDSHAKE_SECONDS_MAX,
-            ),
-        )
-        self._swarm.auto_connector = NoAutoConnector(self._swarm)
+        upgrader = Upgrader(NoiseHandshake(identity.key_pair), self._admit, self._counters)
+        self._swarm = _make_swarm(identity, upgrader, self._transport)
         self.host = BasicHost(
             self._swarm,
             addrs_factory=reachable,
@@ -323,12 +296,40 @@ async def open_libp2p_network(
             try:
                 async with network.host.run(listen_addrs=[]):
                     await network.listen(listen_addresses)
-                    yield network
-                    network.close_connections()
+                    try:
+                        yield network
+                    finally:
+                        network.close_connections()
             finally:
                 with trio.CancelScope(shield=True), trio.move_on_after(limits.DISCONNECT_SECONDS_MAX):
                     await network.host.close()
                 nursery.cancel_scope.cancel()
+
+
+def _make_swarm(identity: Identity, upgrader: Upgrader, transport: TcpTransport) -> Swarm:
+    """py-libp2p's book of connections, with its retries, its auto-connector and its own limits out of the way."""
+    peer_id = ID.from_pubkey(identity.key_pair.public_key)
+    peer_store = PeerStore(max_peers=sys.maxsize)  # bounded in Libp2pNetwork
+    peer_store.add_key_pair(peer_id, identity.key_pair)
+    config = ConnectionConfig(
+        max_connections=limits.CONNECTIONS_MAX,
+        high_watermark=limits.CONNECTIONS_MAX,
+        low_watermark=0,
+        min_connections=0,
+        max_connections_per_peer=limits.CONNECTIONS_PER_PEER_MAX,
+        inbound_upgrade_timeout=2 * limits.HANDSHAKE_SECONDS_MAX,
+        outbound_upgrade_timeout=2 * limits.HANDSHAKE_SECONDS_MAX,
+    )
+    swarm = Swarm(
+        peer_id,
+        peer_store,
+        upgrader,
+        [transport],
+        retry_config=RetryConfig(max_retries=0),
+        connection_config=config,
+    )
+    swarm.auto_connector = NoAutoConnector(swarm)
+    return swarm
 
 
 class _Watcher(INotifee):  # type: ignore[misc]
