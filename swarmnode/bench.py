@@ -36,7 +36,14 @@ Progress = Callable[[str, int, int], None]
 
 
 def run_bench(
-    model: str, *, workers: int, prompt_tokens: int, tokens: int, progress: Progress, rounds: int = ROUNDS, fast: bool = False
+    model: str,
+    *,
+    workers: int,
+    prompt_tokens: int,
+    tokens: int,
+    progress: Progress,
+    rounds: int = ROUNDS,
+    fast: bool = False,
 ) -> dict[str, Any]:
     """Measure; the result is what `--json` prints. `model`: a file, `demo`, or a synthetic shape by name.
 
@@ -45,7 +52,7 @@ def run_bench(
     """
     if tokens < 2:
         raise UsageError("a decode rate needs at least two tokens", hint="Raise --tokens.")
-    path = _find_model(model, progress)
+    path = find_model(model, progress)
     context = prompt_tokens + tokens + _CONTEXT_ROOM
     result: dict[str, Any] = {
         "model": model,
@@ -69,7 +76,9 @@ def run_bench(
         undivided.close()
         shutil.rmtree(root, ignore_errors=True)
     if not fast:
-        result["batch_invariance"] = _invariance_cost(path, context, prompt, tokens, rounds, result["llama_cpp"], progress)
+        result["batch_invariance"] = _invariance_cost(
+            path, context, prompt, tokens, rounds, result["llama_cpp"], progress
+        )
     return result
 
 
@@ -84,9 +93,7 @@ def _invariance_cost(
         rows = []
         for done in range(rounds):
             whole = undivided.answer(_ask(prompt, tokens))
-            rows.append(
-                _rates(whole.prompt_tokens, len(whole.tokens), whole.timings.prefill_s, whole.timings.decode_s)
-            )
+            rows.append(_rates(whole.prompt_tokens, len(whole.tokens), whole.timings.prefill_s, whole.timings.decode_s))
             progress("llama.cpp without batch invariance", done + 1, rounds)
     finally:
         undivided.close()
@@ -94,7 +101,12 @@ def _invariance_cost(
     return {"llama_cpp_fast": fast, "cost": {key: round(1 - invariant[key] / fast[key], 4) for key in fast}}
 
 
-def _find_model(model: str, progress: Progress) -> Path:
+def find_model(model: str, progress: Progress) -> Path:
+    """The file that `--model` means: `demo` and the synthetic shapes are made once and cached.
+
+    Raises:
+        UsageError: there is no such file or name.
+    """
     if model == "demo":
         return ensure_demo_model(shared_cache_folder(), progress)
     if shape := _SYNTHETIC.get(model):
@@ -143,15 +155,20 @@ def _measure(
     for done in range(rounds):
         progress("measuring", done, rounds)
         whole = undivided.answer(_ask(prompt, tokens))
-        sides["llama_cpp"].append(_rates(whole.prompt_tokens, len(whole.tokens), whole.timings.prefill_s, whole.timings.decode_s))
+        sides["llama_cpp"].append(
+            _rates(whole.prompt_tokens, len(whole.tokens), whole.timings.prefill_s, whole.timings.decode_s)
+        )
         answer = swarm.workers[0].ask(prompt, **params)
         timings, usage = answer["timings"], answer["usage"]
-        sides["swarm"].append(_rates(usage["prompt_tokens"], usage["completion_tokens"], timings["prefill_s"], timings["decode_s"]))
+        sides["swarm"].append(
+            _rates(usage["prompt_tokens"], usage["completion_tokens"], timings["prefill_s"], timings["decode_s"])
+        )
         identical = identical and answer["tokens"] == list(whole.tokens)
     progress("measuring", rounds, rounds)
     result: dict[str, Any] = {side: _median(rows) for side, rows in sides.items()}
     ratios = [
-        {key: ours[key] / theirs[key] for key in ours} for ours, theirs in zip(sides["swarm"], sides["llama_cpp"], strict=True)
+        {key: ours[key] / theirs[key] for key in ours}
+        for ours, theirs in zip(sides["swarm"], sides["llama_cpp"], strict=True)
     ]
     result["ratio"] = _median(ratios)
     result["tokens_identical"] = identical
