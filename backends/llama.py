@@ -9,6 +9,7 @@ up the first three (docs/architecture.md).
 from __future__ import annotations
 
 import ctypes as ct
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,6 +32,7 @@ I32 = NDArray[np.int32]
 
 _FLASH_OFF, _FLASH_AUTO = 0, -1
 _EXPERT_PATTERN: Final = rb"_exps\."
+_FUNCTION_NAMES: Final = re.compile(r"^(?:\w+: )+")  # "llama_model_load: check_tensor_dims: tensor ..."
 _NO_MEMORY_SLOT: Final = 1  # llama_decode: no slot in the KV cache for this batch
 
 
@@ -237,4 +239,5 @@ def _cpu() -> Device:
 def _reason() -> str:
     """llama.cpp's own last words, which say what is wrong far better than a status."""
     words = next((w for w in _last_errors if "error" in w.lower() or ":" in w), "")
-    return f": {words.rsplit(': ', 1)[-1]}" if words else ""
+    words = _FUNCTION_NAMES.sub("", words.rpartition("error loading model: ")[2])
+    return f": {' '.join(words.split())}" if words else ""

@@ -27,7 +27,7 @@ from backends.learn import LearnedModel, make_trunk
 from backends.llama import LlamaModel, LlamaSettings
 from backends.manifest import FileHash, Manifest
 from backends.moe_hook import Hook, ObservingHook, ServingHook
-from capabilities.errors import BadModelFile, UnsupportedModel
+from capabilities.errors import BadModelFile, PeerMistake, UnsupportedModel
 from scheduler.placement import LayerSpec, WorkerSpec, even_split
 from swarmnode.local_experts import LocalExperts, load_experts
 
@@ -79,6 +79,8 @@ def check_model(file: Path, workers: int, report: Report) -> CheckReport:
             report("llama.cpp on the undivided model", 1, 1)
             learned = make_trunk(gguf, trunk, lambda done, total: report("writing the trunk", done, total))
             _check_learned(gguf, learned, result)
+            if not all(np.isfinite(logits).all() for logits in whole):
+                raise UnsupportedModel("llama.cpp's own logits on the undivided model are not finite")
             _compare(gguf, trunk, learned, workers, whole, result, report)
         except UnsupportedModel as error:
             result.reason = error.message
@@ -126,20 +128,20 @@ def _compare(
     executor, close = _split(gguf, manifest, workers, report)
     try:
         hook = ServingHook(learned.layers.values(), executor)
+        result.supported = True
+        result.bit_identical = False
         report("the swarm's answer", 0, 1)
         split = _run(trunk, hook)
         report("the swarm's answer", 1, 1)
-        result.supported = True
         result.prefill_bit_identical = np.array_equal(whole[0], split[0])
         result.decode_bit_identical = np.array_equal(whole[1], split[1])
         result.bit_identical = result.prefill_bit_identical and result.decode_bit_identical
         result.max_abs_diff = max(_max_abs(a, b) for a, b in zip(whole, split, strict=True))
-        if not all(np.isfinite(part).all() for part in whole):
-            result.reason = "llama.cpp's own logits on the undivided model are not finite"
-            result.bit_identical = False
         if not result.bit_identical:
             result.layers = _compare_layers(gguf.paths[0], trunk, learned, executor)
-            result.reason = result.reason or _first_difference(result.layers)
+            result.reason = _first_difference(result.layers)
+    except PeerMistake as error:  # a worker's rows have another shape, or are not finite
+        result.reason = error.message
     finally:
         close()
 
@@ -180,8 +182,11 @@ def _decode(model: LlamaModel, tokens: I32, first: int) -> F32:
 
 
 def _max_abs(a: F32, b: F32) -> float:
-    difference = np.abs(a.astype(np.float64) - b.astype(np.float64))
-    return float(np.nan_to_num(difference, nan=np.inf).max())
+    """The largest difference; where a value is not finite, the largest number (JSON has no infinity)."""
+    with np.errstate(invalid="ignore"):  # inf - inf
+        difference = np.abs(a.astype(np.float64) - b.astype(np.float64))
+    limit = float(np.finfo(np.float32).max)
+    return float(np.nan_to_num(difference, nan=limit, posinf=limit).max(initial=0.0))
 
 
 def _compare_layers(whole: Path, trunk: Path, learned: LearnedModel, executor: LocalExperts) -> list[dict[str, Any]]:

@@ -160,7 +160,7 @@ def test_a_file_that_llama_cpp_refuses_comes_with_its_reason(tmp_path: Path) -> 
 def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(tiny_file("olmoe").read_bytes().replace(b"olmoe", b"olmox"))
-    with pytest.raises(BadModelFile, match="olmox"):
+    with pytest.raises(BadModelFile, match="unknown model architecture: 'olmox'"):
         LlamaModel(path, SETTINGS)
 
 
