@@ -45,6 +45,10 @@ class Undivided:
         text = ask.prompt if ask.prompt is not None else vocabulary.render_chat(ask.messages)
         return vocabulary.tokenize(text)
 
+    def piece(self, token: int) -> bytes:
+        """The text of a token."""
+        return self._model.vocabulary.piece(token)
+
     def answer(self, ask: Ask) -> UndividedAnswer:
         """Answer one request as the swarm would.
 

@@ -1,13 +1,14 @@
 """The leader's side of prompts: text to tokens, a request to the engine, its effects back to whoever asked.
 
 `PromptService.answer` serves the leader's own command line and remote askers alike: it yields replies until the last.
-Leaving it in any way (the asker's stream broke, Ctrl-C) cancels the request in the engine.
+Leaving it in any way (the asker's stream broke, Ctrl-C) cancels the request in the engine. `PromptStreams` is the
+protocol's side of it, which is there before any model is.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -72,11 +73,6 @@ class PromptService:
         self._on_end = on_end
         self._tokenizing = trio.CapacityLimiter(1)
 
-    def register(self, network: Network) -> None:
-        network.serve(PROTOCOL, self._handle, max_streams_per_peer=limits.PROMPT_STREAMS_PER_PEER_MAX)
-
-    # -- one request --------------------------------------------------------------------------------------------
-
     @asynccontextmanager
     async def answer(self, ask: Ask, asker: str) -> AsyncIterator[AsyncIterator[Reply]]:
         """`async with service.answer(ask, asker) as replies: async for reply in replies: ...`; the last one ends it."""
@@ -91,8 +87,6 @@ class PromptService:
                 self.statistics.accepted += 1
                 log.info("request.begin", role="leader", prompt_tokens=len(request.prompt_tokens))
             except SwarmError as error:
-                self.statistics.failed += 1
-                log.info("request.refused", role="leader", error=error.type)
                 send.send_nowait(Failed(error))
             async with aclosing(self._replies(receive, log)) as replies:
                 yield replies
@@ -158,26 +152,34 @@ class PromptService:
                 return True
         return False
 
-    # -- remote askers ------------------------------------------------------------------------------------------
+
+class PromptStreams:
+    """Serves /swarmnode/prompt/1 with whatever `answer(ask, asker)` gives."""
+
+    def __init__(self, answer: Callable[[Ask, str], AbstractAsyncContextManager[AsyncIterator[Reply]]]) -> None:
+        self._answer = answer
+
+    def register(self, network: Network) -> None:
+        network.serve(PROTOCOL, self._handle, max_streams_per_peer=limits.PROMPT_STREAMS_PER_PEER_MAX)
 
     async def _handle(self, stream: Stream) -> None:
         with trio.fail_after(limits.IDLE_STREAM_SECONDS_MAX):
             frame = await read_frame(stream, limits.PROMPT_REQUEST)
         try:
             ask = decode_ask(frame)
-        except SwarmError as error:
-            self.statistics.failed += 1
-            _log.info("request.refused", role="leader", asker=str(stream.peer), error=error.type)
-            with trio.fail_after(limits.SEND_SECONDS_MAX):
-                await stream.send(encode_reply(Failed(error)))
+        except UsageError as error:
+            await self._send(stream, Failed(error))
             return
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._until_gone, stream, nursery.cancel_scope)
-            async with self.answer(ask, str(stream.peer)) as replies:
+            async with self._answer(ask, str(stream.peer)) as replies:
                 async for reply in replies:
-                    with trio.fail_after(limits.SEND_SECONDS_MAX):
-                        await stream.send(encode_reply(reply))
+                    await self._send(stream, reply)
             nursery.cancel_scope.cancel()
+
+    async def _send(self, stream: Stream, reply: Reply) -> None:
+        with trio.fail_after(limits.SEND_SECONDS_MAX):
+            await stream.send(encode_reply(reply))
 
     async def _until_gone(self, stream: Stream, scope: trio.CancelScope) -> None:
         """The asker sends nothing more: whatever the stream tells now is that it went away."""

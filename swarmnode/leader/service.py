@@ -7,7 +7,7 @@ compared with the manifest, and the decode thread starts; placement follows as s
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -29,7 +29,7 @@ from swarmnode.leader.engine import DecodeEngine
 from swarmnode.leader.members import Member, Members
 from swarmnode.leader.placer import Placer, PlacerSettings
 from swarmnode.leader.probe import ProbeReference
-from swarmnode.leader.prompts import PromptService
+from swarmnode.leader.prompts import PromptService, PromptStreams
 from swarmnode.leader.remote_experts import RemoteExperts
 from swarmnode.member_messages import Progress
 from swarmnode.models import Models, OpenModel
@@ -105,15 +105,19 @@ class Leader:
             return NotReady("the leader's decode thread has ended", hint="Its log says why; restart the daemon.")
         return self.active.placer.coverage.refusal()
 
-    @asynccontextmanager
-    async def replies(self, ask: Ask) -> AsyncIterator[AsyncIterator[Reply]]:
+    def replies(self, ask: Ask) -> AbstractAsyncContextManager[AsyncIterator[Reply]]:
         """Answer a prompt of this node's own user (asker.Asker)."""
+        return self.answer(ask, str(self._network.peer_id))
+
+    @asynccontextmanager
+    async def answer(self, ask: Ask, asker: str) -> AsyncIterator[AsyncIterator[Reply]]:
+        """Answer a prompt of whoever asks."""
         if self.active is None:
             refusal = self.refusal()
             assert refusal is not None
             yield _one(Failed(refusal))
             return
-        async with self.active.prompts.answer(ask, str(self._network.peer_id)) as replies:
+        async with self.active.prompts.answer(ask, asker) as replies:
             yield replies
 
     def models_changed(self) -> None:
@@ -129,6 +133,7 @@ class Leader:
         async with trio.open_nursery() as nursery:
             await nursery.start(self.members.watch.run)
             self.members.register()
+            PromptStreams(self.answer).register(self._network)
             while True:
                 self.opened = opened = await self._wait_for_model()
                 try:
@@ -192,7 +197,6 @@ class Leader:
         )
         self.active = ActiveModel(opened, model, engine, remote, placer, prompts)
         engine.start()
-        prompts.register(self._network)
         _log.info("leader.model_loaded", model=manifest.name, term=self.term, context_tokens=model.context_tokens)
         try:
             await placer.run()

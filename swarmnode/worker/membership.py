@@ -154,6 +154,7 @@ class Membership:
                 if held is None:
                     await self._loader.load(assign, self._set_progress)
                 self._set_phase("loaded")
+                _log.info("member.loaded", term=assign.term, epoch=assign.epoch, adopted=held is not None)
             except SwarmError as error:
                 _log.warning("member.load_failed", epoch=assign.epoch, error=error.to_json())
                 self._set_phase("failed", error)
