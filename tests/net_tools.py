@@ -32,7 +32,9 @@ async def link_pair(
 ) -> AsyncIterator[tuple[TcpLink, TcpLink]]:
     """Two ends of a TCP connection; the first one dialed."""
     async with trio.open_nursery() as nursery:
-        near, far = (TcpTransport(nursery, accept_nothing, of, key) for of, key in zip(counters, network_keys, strict=True))
+        near, far = (
+            TcpTransport(nursery, accept_nothing, of, key) for of, key in zip(counters, network_keys, strict=True)
+        )
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
         dialed = await trio.open_tcp_stream("127.0.0.1", listener.socket.getsockname()[1])
         links = near.link(dialed, is_initiator=True), far.link(await listener.accept(), is_initiator=False)
