@@ -7,7 +7,6 @@ trunk here for the first time. The source stays where it is; FOLDER gets `trunk.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -16,18 +15,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from backends.atomic_file import process_lives
 from backends.child import Report, run_child
-from backends.expert_source import build_layers
+from backends.expert_source import build_layers, hash_file
 from backends.gguf_file import GGUFFile
 from backends.learn import LearnedModel, make_trunk
 from backends.manifest import CapturedLayer, FileHash, Manifest
 from backends.moe_hook import LearnedLayer
-from capabilities.errors import UnsupportedModel
+from capabilities.errors import BadModelFile, UnsupportedModel
 
 TRUNK: Final = "trunk.gguf"
 MANIFEST: Final = "manifest.msgpack"
 SOURCE: Final = "source.json"
-_HASH_PIECE: Final = 4 << 20
+_PART: Final = ".part-"
 
 
 def add_model(file: Path, folder: Path, name: str, report: Report) -> dict[str, Any]:
@@ -36,16 +36,20 @@ def add_model(file: Path, folder: Path, name: str, report: Report) -> dict[str, 
     Raises:
         BadModelFile, UnsupportedModel: with one line that says what is wrong.
     """
-    part = folder.with_name(f".{folder.name}.part-{os.getpid()}")
-    shutil.rmtree(part, ignore_errors=True)
+    part = folder.with_name(f".{folder.name}{_PART}{os.getpid()}")
+    _sweep(folder)
     part.mkdir(parents=True)
     try:
         with GGUFFile.open(file) as gguf:
+            source = describe_source(gguf)
             learned = make_trunk(gguf, part / TRUNK, lambda done, total: report("writing the trunk", done, total))
             _check_dispatches(gguf, learned)
-            manifest = build_manifest(gguf, learned, name, _hash_file(part / TRUNK, report), report)
+            trunk = hash_file(part / TRUNK, lambda done, total: report("hashing the trunk", done, total))
+            manifest = build_manifest(gguf, learned, name, trunk, report)
+            if describe_source(gguf) != source:
+                raise BadModelFile(f"{file.name} was changed while it was added", hint="Add it again.", path=str(file))
             (part / MANIFEST).write_bytes(manifest.to_bytes())
-            (part / SOURCE).write_text(json.dumps(describe_source(gguf)))
+            (part / SOURCE).write_text(json.dumps(source))
         _sync_folder(part)
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)
@@ -53,6 +57,14 @@ def add_model(file: Path, folder: Path, name: str, report: Report) -> dict[str, 
         shutil.rmtree(part, ignore_errors=True)
         raise
     return summary(manifest)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed processes left of earlier attempts, and of this process's own."""
+    for leftover in folder.parent.glob(f".{folder.name}{_PART}*"):
+        writer = leftover.name.rpartition("-")[2]
+        if writer.isdigit() and (int(writer) == os.getpid() or not process_lives(int(writer))):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _check_dispatches(gguf: GGUFFile, learned: LearnedModel) -> None:
@@ -112,17 +124,6 @@ def summary(manifest: Manifest) -> dict[str, Any]:
         "trunk_bytes": manifest.trunk.size,
         "expert_bytes": sum(layer.expert_bytes * layer.n_expert for layer in layers),
     }
-
-
-def _hash_file(path: Path, report: Report) -> FileHash:
-    digest, size, done = hashlib.sha256(), path.stat().st_size, 0
-    with path.open("rb") as file:
-        while piece := file.read(_HASH_PIECE):
-            digest.update(piece)
-            done += len(piece)
-            report("hashing the trunk", done, size)
-        os.fsync(file.fileno())
-    return FileHash(digest.digest(), size)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -37,11 +37,12 @@ def _sweep(target: Path) -> None:
     """Remove partial files of `target` whose writers are gone."""
     for leftover in target.parent.glob(f".{target.name}.*{_SUFFIX}"):
         writer = leftover.name.removeprefix(f".{target.name}.").removesuffix(_SUFFIX)
-        if writer.isdigit() and not _alive(int(writer)):
+        if writer.isdigit() and not process_lives(int(writer)):
             leftover.unlink(missing_ok=True)
 
 
-def _alive(pid: int) -> bool:
+def process_lives(pid: int) -> bool:
+    """Whether a process of that number runs, anybody's."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
