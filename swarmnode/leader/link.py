@@ -78,17 +78,17 @@ class PeerLink:
         self._expected: dict[int, Expected] = {}
         self._open: dict[int, _Open] = {}
         self._sequence = 0
+        self._stream: Stream | None = None
         self._outbox, self._to_send = trio.open_memory_channel[bytes](OUTBOX_MAX)
         self._up = trio.Event()
         self._scope = trio.CancelScope()
 
     async def run(self, network: Network) -> None:
         """Open the stream and serve it until it ends; then `closed` says why. Never raises but for cancellation."""
-        stream: Stream | None = None
         try:
             with self._scope:
                 with trio.fail_after(limits.OPEN_STREAM_SECONDS_MAX):
-                    stream = await network.open_stream(self.peer, PROTOCOL)
+                    stream = self._stream = await network.open_stream(self.peer, PROTOCOL)
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._write, stream)
                     self._up.set()
@@ -102,8 +102,8 @@ class PeerLink:
             self.fail("bad_reply", str(errors.exceptions[0]))
         finally:
             self.fail("disconnected", "the link was closed")
-            if stream is not None:
-                await stream.reset()
+            if self._stream is not None:
+                await self._stream.reset()
 
     async def wait_up(self) -> bool:
         """Wait until the stream is open; False if it never will be."""
@@ -152,12 +152,17 @@ class PeerLink:
         self.send_frame(frame)
 
     def send_frame(self, frame: bytes) -> None:
-        """Queue a frame; nothing happens on a link that is closed."""
+        """Send a frame, now or after those that wait; nothing happens on a link that is closed."""
+        if self.closed is not None:
+            return
         try:
-            if self.closed is None:
+            waiting = self._outbox.statistics().current_buffer_used
+            if waiting or self._stream is None or not self._stream.send_nowait(frame):
                 self._outbox.send_nowait(frame)
         except trio.WouldBlock:
             self.fail("timeout", f"{OUTBOX_MAX} frames wait for it")
+        except NetworkError as error:
+            self.fail("disconnected", str(error))
 
     def fail(self, cause: str, reason: str) -> None:
         """Close the link: open dispatches fail now, later ones at once. The first reason stays."""

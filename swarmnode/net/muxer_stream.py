@@ -114,25 +114,23 @@ class MuxerStream:
 
     async def send(self, data: bytes | bytearray | memoryview) -> None:
         """See interface.Stream."""
-        if isinstance(data, memoryview):
-            data = data.cast("B")
-        n = len(data)
-        if (
-            n <= self._send_credit
-            and n <= limits.FRAME_PAYLOAD_BYTES
-            and self._owner.writable
-            and self._free_calls
-            and not self._send_turn.locked()
-        ):
-            self._check_sending()
+        if self._free_calls and self.send_nowait(data):
             self._free_calls -= 1
-            if n:
-                self._send_credit -= n
-                self._owner.send_data(self.stream_id, data)
             return
         self._free_calls = limits.CALLS_WITHOUT_CHECKPOINT_MAX
         async with self._send_turn:
-            await self._send_frames(memoryview(data))
+            await self._send_frames(memoryview(data).cast("B"))
+
+    def send_nowait(self, data: bytes | bytearray | memoryview) -> bool:
+        """See interface.Stream."""
+        n = data.nbytes if isinstance(data, memoryview) else len(data)
+        if n > self._send_credit or n > limits.FRAME_PAYLOAD_BYTES or not self._owner.writable or self._send_turn.locked():
+            return False
+        self._check_sending()
+        if n:
+            self._send_credit -= n
+            self._owner.send_data(self.stream_id, data.cast("B") if isinstance(data, memoryview) else data)
+        return True
 
     async def _send_frames(self, rest: memoryview) -> None:
         started = False

@@ -86,7 +86,7 @@ class ExpertsService:
             while True:
                 frame = await read_frame(stream, limits.EXPERTS_REQUEST, self._check_header)
                 answer = await self._answer(frame)
-                if answer is not None:
+                if answer is not None and not stream.send_nowait(answer):
                     with trio.fail_after(limits.SEND_SECONDS_MAX):
                         await stream.send(answer)
         except StreamClosed:
