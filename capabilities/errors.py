@@ -41,7 +41,7 @@ class SwarmError(Exception):
 
     @staticmethod
     def from_json(value: Mapping[str, Json]) -> SwarmError:
-        """Rebuild an error that a peer or daemon sent. Unknown types become `Internal`; texts are cut, details filtered."""
+        """Rebuild an error that a peer or daemon sent. Unknown types become `Internal`; texts and details are cut."""
         kind = _KINDS.get(str(value.get("type")), Internal)
         message = str(value.get("message", "no message"))[:_TEXT_LIMIT]
         hint = str(value.get("hint", ""))[:_TEXT_LIMIT]
@@ -112,7 +112,7 @@ class ModelNotFound(SwarmError):
 
 class ContextLengthExceeded(SwarmError):
     type = "context_length_exceeded"
-    default_hint = "Shorten the prompt, lower --max-tokens, or raise leader.context_tokens in the leader's configuration."
+    default_hint = "Shorten the prompt, or raise leader.context_tokens in the leader's configuration."
 
 
 class ExpertsUnavailable(SwarmError):
