@@ -41,6 +41,7 @@ class DeviceInfo:
 
 
 def list_devices() -> tuple[DeviceInfo, ...]:
+    """Every device that the installed llama-cpp-python was built for and finds here, in ggml's order."""
     lib = library()
     return tuple(_info(lib, lib.ggml_backend_dev_get(i)) for i in range(lib.ggml_backend_dev_count()))
 

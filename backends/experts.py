@@ -205,7 +205,7 @@ class GgmlExperts:
         if names:
             raise UnsupportedModel(
                 f"{self.name} lacks {', '.join(names)} for the experts of layer {held.spec.layer}",
-                hint="Set node.device to CPU in the configuration.",
+                hint="Set compute.device to CPU in the configuration.",
             )
 
     def _new_tensor(self, context: int, tensor: ExpertTensor, count: int) -> int:

@@ -7,7 +7,7 @@ collect points and captures the expert programs in a first decode; `ServingHook`
 overwrites the collect points with what it returns, so that llama.cpp's own graph does the combine.
 
 An exception must not cross the C boundary (llama.cpp would go on with stale numbers): it is kept, the rest of the graph
-is stopped, and `Trunk.decode` raises it.
+is stopped, and `LlamaModel.decode` raises it.
 """
 
 from __future__ import annotations

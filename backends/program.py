@@ -58,6 +58,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class ExpertProgram:
+    """Nodes in an order in which each comes after its inputs. `from_bytes` checks, the constructor trusts."""
+
     nodes: tuple[Node, ...]
 
     @property
@@ -74,6 +76,7 @@ class ExpertProgram:
         return all(n.op == "mul_mat_id" for n in self.nodes if 0 in n.inputs and n.op != "x")
 
     def to_bytes(self) -> bytes:
+        """Equal programs give equal bytes: a manifest and a trunk are compared by them."""
         packed: bytes = msgpack.packb([[n.op, list(n.inputs), n.name, list(n.params)] for n in self.nodes])
         return packed
 

@@ -72,45 +72,63 @@ class PeerMistake(SwarmError):
 
 
 class BadModelFile(SwarmError):
+    """A model file is broken, missing, or not what it was when it was added. Detail: path."""
+
     type = "bad_model_file"
     default_hint = "Download the file again and compare its size or checksum with the publisher's."
 
 
 class UnsupportedModel(SwarmError):
+    """A sound model that cannot be split: the message names what stands in the way."""
+
     type = "unsupported_model"
     default_hint = "Run `swarmctl model check FILE` for the details; another architecture or quantisation may work."
 
 
 class LibraryMismatch(SwarmError):
+    """The installed ggml is not one whose memory layout is known."""
+
     type = "library_mismatch"
     default_hint = "Install the llama-cpp-python version that pyproject.toml names (`make setup`)."
 
 
 class UsageError(SwarmError):
+    """What was asked cannot be meant: a value out of its range, a name that is taken, a missing file."""
+
     type = "usage"
 
 
 class NoDaemon(SwarmError):
+    """No daemon listens on the control socket, or it went away."""
+
     type = "no_daemon"
     default_hint = "Start one with `swarmnode run`, or name its folder with --data-dir."
 
 
 class NotReady(SwarmError):
+    """Some expert has no holder that is proven and answers; the message says what is waited for."""
+
     type = "not_ready"
     default_hint = "Watch `swarmctl status`; ask again when it says ready."
 
 
 class NoLeader(SwarmError):
+    """The leader cannot be reached, or was lost in the middle of an answer. Detail: peer."""
+
     type = "no_leader"
     default_hint = "Check that the leader's daemon runs and that its address in the configuration is right."
 
 
 class ModelNotFound(SwarmError):
+    """There is no such model here, or nobody serves its manifest."""
+
     type = "model_not_found"
     default_hint = "`swarmctl model list` shows the models that this node knows."
 
 
 class ContextLengthExceeded(SwarmError):
+    """The prompt is longer than the context. The wire name is the one that API clients look for."""
+
     type = "context_length_exceeded"
     default_hint = "Shorten the prompt, or raise leader.context_tokens in the leader's configuration."
 
@@ -123,14 +141,20 @@ class ExpertsUnavailable(SwarmError):
 
 
 class RequestCancelled(SwarmError):
+    """Whoever asked went away, or the daemon is stopping."""
+
     type = "cancelled"
 
 
 class DeadlineExceeded(SwarmError):
+    """The request's own deadline passed, or a daemon says nothing any more."""
+
     type = "deadline_exceeded"
     default_hint = "The swarm is slow or overloaded; try again or raise the request's deadline."
 
 
 class Overloaded(SwarmError):
+    """A queue or a table is full; nothing was begun."""
+
     type = "overloaded"
     default_hint = "Try again in a moment."

@@ -107,12 +107,13 @@ class SwarmConfig(_Section):
     and its peer id: /ip4/192.0.2.7/tcp/11436/p2p/12D3KooW..."""
 
     workers_expected: Annotated[int, Field(ge=0, le=256)] = 0
-    """Leader: experts are dealt out once this many workers have joined. 0: to those who are there when nobody has
-    joined for settle_s. Set it where the number is known: a late worker otherwise stays without experts."""
+    """Leader: experts are first dealt out once this many workers have joined. 0: to those who are there when nobody has
+    joined for settle_s. Set it where the number is known: each worker that comes later has the experts dealt out anew,
+    and those that change hands are fetched again."""
 
     settle_s: Annotated[float, Field(ge=0.1, le=600)] = 3.0
-    """Leader: how long to wait for one more worker when workers_expected is 0. Workers dial again within two seconds,
-    so three see all that are up."""
+    """Leader: how long to wait for one more worker before experts are dealt out (the first time only if
+    workers_expected is 0). Workers dial again within two seconds, so three see all that are up."""
 
     @model_validator(mode="after")
     def _role_fits(self) -> Self:
@@ -147,9 +148,9 @@ class LeaderConfig(_Section):
     prompt is read, and frames to workers are smaller (batch_tokens * width * 4 bytes)."""
 
     fast: bool = False
-    """true: flash attention and a shared cache, 7 to 17 % faster prompts and up to 17 % faster answers. The price is
-    batch invariance: a token's last bits then depend on who else is served, and an answer can differ from itself when
-    it is repeated or continues elsewhere."""
+    """true: flash attention, a shared cache, and weights repacked wherever that is faster. `swarmctl bench` measures
+    what it gains here. The price is batch invariance: a token's last bits then depend on who else is served, and an
+    answer can differ from itself when it is repeated."""
 
     request_deadline_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
     """From acceptance to the last token. A request that is not done by then ends with `deadline_exceeded`: without an

@@ -35,6 +35,7 @@ class LocalExperts:
         self._results.clear()
 
     def dispatch(self, layer: int, x: F32, ids: I32) -> None:
+        """Compute the chosen experts ids [T, K] on activations x [T, n_in], each on its holder, one after the other."""
         spec = self._layers[layer]
         split = plan(ids, self._routing[layer])
         parts = split.parts[::-1] if self._reorder else split.parts
@@ -48,6 +49,7 @@ class LocalExperts:
         self._results[layer] = out
 
     def collect(self, layer: int) -> F32:
+        """The outputs [T, K, n_out] of the last dispatch of this layer."""
         return self._results.pop(layer)
 
 

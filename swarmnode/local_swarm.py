@@ -76,6 +76,7 @@ class LocalNode:
             )
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """One method of the control socket; raises every typed error that the daemon answers with."""
         return request(self.socket, method, params)
 
     def ask(self, prompt: str, **params: Any) -> dict[str, Any]:
@@ -111,6 +112,7 @@ class LocalNode:
             time.sleep(_POLL_S)
 
     def check_alive(self) -> None:
+        """Raise Internal, with the daemon's last words, unless its process runs."""
         if self.process is None or self.process.poll() is not None:
             status = None if self.process is None else self.process.returncode
             raise Internal(f"{self.name} ended with status {status}: {self.last_words()}", hint=f"See {self.log}.")
@@ -191,6 +193,7 @@ class LocalSwarm:
             worker.wait_up()
 
     def add_model(self, path: Path, progress: Progress = _silent, *, name: str | None = None) -> dict[str, Any]:
+        """`swarmctl model add` on the leader; its result."""
         with Call(self.leader.socket, "model_add", {"path": str(path), "name": name}) as call:
             for event in call:
                 if event.get("event") == "progress":

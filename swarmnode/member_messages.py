@@ -79,12 +79,16 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
+    """The epoch serves from now on; the worker drops every other."""
+
     term: int
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
+    """Why this worker is turned away; the stream ends after it."""
+
     error: SwarmError
 
 

@@ -57,6 +57,7 @@ class Models:
         self._adding: set[str] = set()
 
     def names(self) -> list[str]:
+        """The models' names, sorted. A folder without a manifest is none: `add` writes it last."""
         if not self._folder.is_dir():
             return []
         return sorted(p.name for p in self._folder.iterdir() if (p / MANIFEST).is_file() and _NAME.fullmatch(p.name))
@@ -76,6 +77,7 @@ class Models:
             raise ModelNotFound(f"the manifest of {name} is damaged: {error.message}", hint="Add it again.") from None
 
     def summaries(self) -> list[dict[str, Any]]:
+        """`show` of every model."""
         return [self.show(name) for name in self.names()]
 
     def show(self, name: str) -> dict[str, Any]:

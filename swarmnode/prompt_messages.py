@@ -38,6 +38,7 @@ def new_request_id() -> str:
 
 
 def new_seed() -> int:
+    """A drawn seed: 63 bits, so that it is a plain number in JSON everywhere."""
     return secrets.randbits(63)
 
 
@@ -89,11 +90,15 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
+    """The request's place in the leader's queue; 0: it runs."""
+
     position: int
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
+    """One token of the answer: its index from 0, its id, and the text that became safe to show with it."""
+
     index: int
     token: int
     text: str = field(repr=False)
@@ -101,11 +106,13 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    pass
+    """Nothing new, but the leader lives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
+    """The answer is complete; `text` is what was held back until now."""
+
     finish_reason: Literal["stop", "length"]
     text: str = field(repr=False)
     usage: Usage
@@ -114,6 +121,8 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
+    """The request ended without a complete answer; what was sent stands."""
+
     error: SwarmError
 
 
@@ -123,6 +132,7 @@ _PARAM_KEYS: Final = ("temperature", "top_p", "min_p", "frequency_penalty", "pre
 
 
 def encode_ask(ask: Ask) -> bytes:
+    """A request as one frame. UsageError if its text is too long."""
     p = ask.params
     header: dict[str, Any] = {"kind": "ask", "id": ask.request_id, "top_k": p.top_k, "seed": p.seed}
     header.update({key: float(getattr(p, key)) for key in _PARAM_KEYS})
@@ -184,6 +194,7 @@ def _request_id(fields: Fields) -> str:
 
 
 def encode_reply(reply: Reply) -> bytes:
+    """A reply as one frame."""
     match reply:
         case Queued(position):
             return encode_frame({"kind": "queued", "position": position})

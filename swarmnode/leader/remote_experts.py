@@ -29,7 +29,11 @@ _SLICE_S: Final = 0.25  # of a wait: a deadline counts no more of the clock than
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """One epoch as the decode thread uses it; replaced whole, never changed. `q8_0` names layers by which peer."""
+    """One epoch as the decode thread uses it; replaced whole, never changed.
+
+    quantized: for each peer the layers whose activations it gets as Q8_0. ask_f32: layers whose kernels are asked to
+    accumulate in F32.
+    """
 
     term: int
     epoch: int
