@@ -27,7 +27,7 @@ def model() -> None:
 @common_options
 @pass_settings
 def add(settings: Settings, file: Path, name: str | None) -> None:
-    """Make a model known from its GGUF file (any part of a split one), which stays where it is."""
+    """Make a model known from its GGUF file (of a split one the first part), which stays where it is."""
     params = {"path": str(file.absolute()), **({"name": name} if name else {})}
     with Call(settings.socket, "model_add", params) as call, ProgressLine() as progress:
         for event in call:

@@ -200,8 +200,8 @@ class RemoteExperts:
         """The outputs [T, K, n_out] of the last dispatch of this layer.
 
         Raises:
-            ExpertsUnavailable: a holder failed, refused, or did not answer in time; it names layer, experts and peer.
-            PeerMistake: a holder answered values that are not finite.
+            ExpertsUnavailable: a holder failed, refused, did not answer in time or answered nonsense; it names layer,
+                experts and peer.
         """
         exchange = self._open.pop(layer)
         while exchange.open:
