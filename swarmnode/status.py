@@ -172,7 +172,8 @@ class WorkerStatus:
         mesh, reason = await self._ask_leader()
         if mesh is None:
             mesh = self._alone(reason)
-        return {**mesh, "self": str(self._network.peer_id), "local": self._local()}
+        mine = {"self": str(self._network.peer_id), "addresses": list(self._network.addresses)}
+        return {**mesh, **mine, "local": self._local()}
 
     async def _ask_leader(self) -> tuple[Status | None, str]:
         if (refusal := self._worker.refusal()) is not None:
@@ -199,7 +200,6 @@ class WorkerStatus:
             "epoch": 0,
             "ready": False,
             "reason": reason,
-            "addresses": list(self._network.addresses),
             "peers": [
                 {
                     "peer_id": str(self._network.peer_id),

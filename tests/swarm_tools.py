@@ -50,6 +50,10 @@ class Served:
         assert answer["usage"]["prompt_tokens"] == expected.prompt_tokens
         return answer
 
+    @property
+    def leader_id(self) -> str:
+        return str(self.leader.status()["self"])
+
     def requests(self) -> dict[str, int]:
         found: dict[str, int] = self.leader.status()["requests"]
         return found

@@ -7,5 +7,6 @@ remote_experts    one MoE layer out to its holders and back, called from the dec
 link              one worker's experts stream
 members           who is there (the member protocol)
 placer            when to place, who holds what, and when an epoch begins
+coverage          what of a placement can be used now: the answer behind `ready`
 probe             every held expert, named and compared, before it serves
 """

@@ -296,7 +296,7 @@ class Placer:
         if member.link is link:
             member.proven.clear()
             self._publish()
-            if link.closed is not None and not member.silent:
+            if link.closed is not None and not member.silent and member.peer not in self._proving:
                 self._failed(member, link.closed)
 
     async def _begin_if_proven(self) -> None:
