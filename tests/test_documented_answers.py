@@ -1,0 +1,173 @@
+"""docs/status.md names every key that the commands print, every state and every error, and no other.
+
+What a daemon answers is taken from a real leader and a real worker with a tiny model, joined by a network in memory.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import click
+import pytest
+import trio
+
+from backends.add_model import add_model
+from backends.device import Device
+from backends.experts import GgmlExperts
+from capabilities.errors import SwarmError
+from swarmnode.cli import common
+from swarmnode.config import parse_config
+from swarmnode.control import ControlReply
+from swarmnode.handlers import Handlers
+from swarmnode.leader.service import Leader
+from swarmnode.member_messages import WIRE_VERSION, Hello, Progress
+from swarmnode.model_check import CheckReport
+from swarmnode.models import Models
+from swarmnode.net.memory import open_memory_hub
+from swarmnode.shards.service import ServedModel, ShardService
+from swarmnode.shards.store import ShardCache
+from swarmnode.status import LeaderStatus, NodeFacts, WorkerStatus
+from swarmnode.worker.service import Worker
+from tests.documents import ROOT, first_codes, rows, section
+from tests.expert_models import quiet, tiny_file
+
+Keys = set[str]
+
+
+def keys_of(value: Any, name: str = "") -> Keys:
+    """The paths of everything in a JSON value; `[]` after a list's name."""
+    if isinstance(value, Mapping) and value:
+        return set().union(*(keys_of(item, f"{name}.{key}" if name else key) for key, item in value.items()))
+    if isinstance(value, list | tuple):
+        return set().union(*(keys_of(item, f"{name}[]") for item in value))
+    return {name}
+
+
+class Answers(NamedTuple):
+    status: Keys
+    ask: Keys
+    model: Keys
+
+
+class Unheard:
+    """A ControlReply whose events nobody reads."""
+
+    async def event(self, name: str, **fields: Any) -> None:
+        await trio.lowlevel.checkpoint()
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    return trio.run(_collect_answers, tmp_path_factory.mktemp("swarm"))
+
+
+async def _collect_answers(folder: Path) -> Answers:
+    """Every key of `status`, `ask` and `model show`, over the life of a swarm of two."""
+    add_model(tiny_file("olmoe"), folder / "models" / "tiny", "tiny", quiet)
+    config = parse_config("[swarm]\nsettle_s = 0.1\n[leader]\nparallel = 1\ncontext_tokens = 64")
+    facts = NodeFacts("node", "ggml-cpu", "CPU", 1, 1 << 30, 0.0)
+    views = []
+    with trio.fail_after(30):
+        async with open_memory_hub() as hub, trio.open_nursery() as nursery:
+            at_leader, at_worker = hub.join(), hub.join()
+            models = Models(folder / "models")
+            leader = Leader(at_leader, models, config, 1, folder / "term")
+            ShardService(lambda _: _served(leader)).register(at_leader)
+            leader_status = LeaderStatus(at_leader, leader, facts)
+            leader_status.register()
+            views.append(leader_status.view())
+            worker = _worker(at_worker, at_leader.addresses[0], folder / "cache")
+            worker_status = WorkerStatus(at_worker, worker, facts)
+            views.append(await worker_status.view())
+            nursery.start_soon(leader.run)
+            await _until(lambda: leader.active is not None)
+            views.append(leader_status.view())
+            nursery.start_soon(worker.run)
+            await _until(lambda: leader.refusal() is None)
+            views += [leader_status.view(), await worker_status.view()]
+            (member,) = leader.members.by_peer.values()
+            member.progress = Progress(1, 1, "loading", 1, 2, 1)
+            views.append(leader_status.view())
+            handlers = Handlers(status=worker_status.view, asker=leader, models=models, leader=leader)
+            reply = cast(ControlReply, Unheard())
+            answer = await handlers.ask({"prompt": "hi", "raw": True, "max_tokens": 3}, reply)
+            model = await handlers.model_show({"name": "tiny"}, reply)
+            nursery.cancel_scope.cancel()
+    return Answers(set().union(*map(keys_of, views)), keys_of(answer), keys_of(model))
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 (nothing tells)
+        await trio.sleep(0.005)
+
+
+def _served(leader: Leader) -> ServedModel | None:
+    return None if leader.opened is None else leader.opened.served
+
+
+def _worker(network: Any, leader_address: str, cache: Path) -> Worker:
+    hello = Hello("node", "1", WIRE_VERSION, "ggml-cpu", "CPU", 1, 1 << 30, False)
+    store = ShardCache(cache, 1 << 30)
+    return Worker(network, leader_address, lambda: hello, store, 1 << 30, lambda: GgmlExperts(Device("CPU")))
+
+
+def documented(heading: str) -> Keys:
+    codes = first_codes(section("status.md", heading))
+    assert len(codes) == len(set(codes)), "a key stands twice"
+    return set(codes)
+
+
+def test_status_says_what_is_documented(answers: Answers) -> None:
+    assert documented("`swarmctl status --json`") == answers.status
+
+
+def test_states_are_documented() -> None:
+    source = (ROOT / "swarmnode" / "leader" / "coverage.py").read_text()
+    state_of = next(n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == "state_of")
+    returned = [node.value for node in ast.walk(state_of) if isinstance(node, ast.Return)]
+    named = {n.value for each in returned if each for n in ast.walk(each) if isinstance(n, ast.Constant)}
+    assert documented("States of a worker") == named
+
+
+def test_ask_says_what_is_documented(answers: Answers) -> None:
+    assert documented("`swarmctl ask --json`") == answers.ask
+
+
+def test_models_say_what_is_documented(answers: Answers) -> None:
+    check, show = section("status.md", "`swarmctl model`").split("`swarmctl model add")
+    assert set(first_codes(show)) == answers.model
+    report = CheckReport("m.gguf", layers=[{"layer": 0, "max_abs_diff": 0.0}])
+    assert set(first_codes(check)) == keys_of(asdict(report))
+
+
+@pytest.mark.parametrize("command", ["bench", "demo"])
+def test_documented_keys_of_long_commands_are_in_their_source(command: str) -> None:
+    source = ast.parse((ROOT / "swarmnode" / f"{command}.py").read_text())
+    literals = {node.value for node in ast.walk(source) if isinstance(node, ast.Constant)}
+    keys = documented(f"`swarmctl {command} --json`")
+    assert keys
+    assert {part.removesuffix("[]") for key in keys for part in key.split(".")} <= literals
+
+
+def test_errors_and_their_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
+    import_module("swarmnode.daemon")  # and with it every module that has errors of its own
+    table = {cells[0].strip("`"): cells[-1] for cells in rows(section("status.md", "Errors"))}
+    del table["type"]
+    kinds = {kind.type: kind for kind in reversed(_all_subclasses(SwarmError))}
+    assert set(table) == set(kinds)
+    for name, kind in kinds.items():
+
+        def fail(kind: type[SwarmError] = kind) -> None:
+            raise kind("no")
+
+        assert str(common.main(click.Command("x", callback=fail), "x", [])) == table[name].split(";")[0]
+    capsys.readouterr()
+
+
+def _all_subclasses(kind: type[SwarmError]) -> list[type[SwarmError]]:
+    return [each for child in kind.__subclasses__() for each in (child, *_all_subclasses(child))]
