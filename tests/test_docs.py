@@ -6,6 +6,7 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, Final
 
 import click
@@ -71,6 +72,7 @@ def test_classes_and_their_members_exist(document: Document) -> None:
             assert set(span.split(".")) <= defined | FOREIGN_NAMES, span
 
 
+@cache
 def names_in_the_source() -> set[str]:
     names = set()
     for package in PACKAGES:
