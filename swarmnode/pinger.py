@@ -7,7 +7,6 @@ FailureDetector and reports its verdicts. A lost connection is not its business:
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -51,7 +50,7 @@ class PeerWatch:
     def __init__(self, network: Network, on_state: OnState = _ignore) -> None:
         self._network = network
         self._on_state = on_state
-        self._detector = FailureDetector(time.monotonic())
+        self._detector = FailureDetector(trio.current_time())
         self._scopes: dict[PeerId, trio.CancelScope] = {}
         self._nursery: trio.Nursery | None = None
         network.serve(PROTOCOL, _echo, max_streams_per_peer=limits.PING_STREAMS_PER_PEER_MAX)
@@ -61,7 +60,7 @@ class PeerWatch:
             self._nursery = nursery
             task_status.started()
             while True:
-                for change in self._detector.tick(time.monotonic()):
+                for change in self._detector.tick(trio.current_time()):
                     _log.info("peer.state", peer=change.peer, before=change.before, after=change.after)
                     self._on_state(PeerId(change.peer), change.after)
                 await trio.sleep(TICK_S)
@@ -71,7 +70,7 @@ class PeerWatch:
         self.unwatch(peer)
         if self._nursery is None:
             raise RuntimeError("PeerWatch.run has not started")
-        self._detector.add(peer, time.monotonic())
+        self._detector.add(peer, trio.current_time())
         scope = self._scopes[peer] = trio.CancelScope()
         self._nursery.start_soon(self._watch, peer, scope)
 
@@ -81,7 +80,7 @@ class PeerWatch:
             scope.cancel()
 
     def state(self, peer: PeerId) -> PeerState:
-        return self._detector.state(peer, time.monotonic())
+        return self._detector.state(peer, trio.current_time())
 
     def rtt_ms(self, peer: PeerId) -> float | None:
         """Smoothed round trip in milliseconds, None before the first."""
@@ -98,7 +97,7 @@ class PeerWatch:
                 except* PeerMistake as errors:
                     _log.warning("ping.peer_mistake", peer=peer, error=str(errors.exceptions[0]))
                 # Unanswered either way: a peer that takes no ping stream falls silent like one that takes no ping.
-                self._detector.sent(peer, secrets.randbits(_NUMBER_BITS), time.monotonic())
+                self._detector.sent(peer, secrets.randbits(_NUMBER_BITS), trio.current_time())
                 await trio.sleep(_RETRY_S)
 
     async def _ping(self, peer: PeerId) -> None:
@@ -109,7 +108,7 @@ class PeerWatch:
                 nursery.start_soon(self._receive_pongs, peer, stream)
                 while True:
                     number = secrets.randbits(_NUMBER_BITS)
-                    self._detector.sent(peer, number, time.monotonic())
+                    self._detector.sent(peer, number, trio.current_time())
                     with trio.fail_after(limits.SEND_SECONDS_MAX):
                         await stream.send(encode_frame([number]))
                     await trio.sleep(limits.PING_INTERVAL_SECONDS)
@@ -120,4 +119,4 @@ class PeerWatch:
         while True:
             frame = await read_frame(stream, limits.PING_FRAME)
             number = Fields(frame.header, "pong", list).integer(0, 0, 1 << _NUMBER_BITS)
-            self._detector.pong(peer, number, time.monotonic())
+            self._detector.pong(peer, number, trio.current_time())
