@@ -138,6 +138,11 @@ _PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
 }
 
 
+def allow_wide_kernels() -> None:
+    """Give up that part of batch invariance for speed. Only before the library is loaded."""
+    os.environ[_WIDE_KERNELS] = "1"
+
+
 class Library:
     """The loaded functions as attributes (`lib.ggml_mul_mat_id(...)`), plus names of operators. Use `library()`."""
 
@@ -149,7 +154,7 @@ class Library:
                 f"llama-cpp-python {llama_cpp.__version__} is installed; this program knows the memory layout of "
                 f"{', '.join(LLAMA_CPP_VERSIONS)} only"
             )
-        os.environ[_WIDE_KERNELS] = "0"
+        os.environ.setdefault(_WIDE_KERNELS, "0")
         self.folder = Path(llama_cpp.__file__).parent / "lib"
         self._handles = _open_libraries(self.folder)
         for name, (result, arguments) in _PROTOTYPES.items():

@@ -21,6 +21,7 @@ from backends.trunk_file import expert_layers, trunk_forms, write_outline, write
 from capabilities.errors import BadModelFile, UnsupportedModel
 
 _LEARN_TOKENS: Final = 3
+_WRONG_SHAPE: Final = "wrong shape"  # llama.cpp's words for a tensor that is not as wide as the header says
 # No repacking and one small context: adding a model must not need memory in proportion to it.
 _SETTINGS: Final = LlamaSettings(context_tokens=64, batch_tokens=16, repack=False, gpu_layers=0)
 
@@ -86,7 +87,9 @@ def make_trunk(gguf: GGUFFile, target: Path, progress: Callable[[int, int], None
         return learn(target, holding)
     target.unlink(missing_ok=True)
     reason = re.sub(r".*?: ", "", str(refusal), count=1)
-    raise UnsupportedModel(
-        f"the architecture {gguf.architecture} ties another tensor to the experts' width, "
-        f"so llama.cpp loads no trunk of it ({reason})"
-    )
+    if _WRONG_SHAPE in reason:
+        raise UnsupportedModel(
+            f"the architecture {gguf.architecture} ties another tensor to the experts' width, "
+            f"so llama.cpp loads no trunk of it ({reason})"
+        )
+    raise UnsupportedModel(f"llama.cpp loads no trunk of this {gguf.architecture} model: {reason}")

@@ -1,8 +1,8 @@
 """`swarmctl bench`: a swarm on this machine against llama.cpp on the undivided model, in one run.
 
-Machines differ and are noisy, so the figure that counts is a ratio: both sides answer the same prompt in turns, with the
-same number of threads in every process, and each figure is the median over the rounds. The swarm is real: a leader and
-its workers as processes, joined by libp2p on loopback, asked over the control socket like by any user.
+Machines differ and are noisy, so the figure that counts is a ratio: both sides answer the same prompt in turns, with
+the same number of threads in every process, and each figure is the median over the rounds. The swarm is real: a leader
+and its workers as processes, joined by libp2p on loopback, asked over the control socket like by any user.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 
 from backends.demo_model import ensure_demo_model
+from backends.ggml import allow_wide_kernels
 from backends.synthetic import OLMOE_1B_7B, write_random_model
 from capabilities.errors import UsageError
 from scheduler.sampling import SamplingParams
@@ -52,6 +53,8 @@ def run_bench(
     """
     if tokens < 2:
         raise UsageError("a decode rate needs at least two tokens", hint="Raise --tokens.")
+    if fast:
+        allow_wide_kernels()
     path = find_model(model, progress)
     context = prompt_tokens + tokens + _CONTEXT_ROOM
     result: dict[str, Any] = {

@@ -1,10 +1,10 @@
 """The daemon. This file is the whole nursery tree: read it to know what runs.
 
-    open the network (libp2p)
-      shard service, status service             on the network
-      control socket                            for swarmctl
-      leader:  pings, model, decode thread, placement, prompts
-      worker:  pings, membership, loading, experts
+open the network (libp2p)
+  shard service, status service             on the network
+  control socket                            for swarmctl
+  leader:  pings, model, decode thread, placement, prompts
+  worker:  pings, membership, loading, experts
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Callable
-from importlib import import_module
 
 import psutil
 import structlog
 import trio
 
 from backends.device import Device
-from backends.experts import ExpertBackend, GgmlExperts
-from backends.numpy_reference import NumpyExperts
+from backends.ggml import allow_wide_kernels
 from capabilities.errors import UsageError
+from swarmnode.compute import choose_compute
 from swarmnode.config import Config
 from swarmnode.control import serve_control
 from swarmnode.handlers import Handlers
@@ -30,7 +28,7 @@ from swarmnode.identity import Identity, load_or_create_identity, lock_data_fold
 from swarmnode.leader.service import Leader
 from swarmnode.member_messages import WIRE_VERSION, Hello
 from swarmnode.models import Models, OpenModel
-from swarmnode.net.interface import Network
+from swarmnode.net.interface import ListenFailed, Network
 from swarmnode.net.libp2p_host import open_libp2p_network
 from swarmnode.paths import Paths
 from swarmnode.shards.service import ServedModel, ShardService
@@ -50,8 +48,14 @@ def run(config: Config, paths: Paths) -> None:
         SwarmError: it cannot start; the message says what to do.
     """
     paths.make()
+    if config.leader.fast:
+        allow_wide_kernels()
     with lock_data_folder(paths.data), claim_threads(config.compute.threads) as threads:
-        trio.run(_main, config, paths, load_or_create_identity(paths.data), threads)
+        try:
+            trio.run(_main, config, paths, load_or_create_identity(paths.data), threads)
+        except ListenFailed as error:
+            hint = "Another program may use the port: change node.listen, or end that program."
+            raise UsageError(str(error), hint=hint) from error
 
 
 async def _main(config: Config, paths: Paths, identity: Identity, threads: int) -> None:
@@ -68,9 +72,7 @@ async def _main(config: Config, paths: Paths, identity: Identity, threads: int) 
         await trio.sleep_forever()
 
 
-async def _start_leader(
-    nursery: trio.Nursery, network: Network, config: Config, paths: Paths, threads: int
-) -> None:
+async def _start_leader(nursery: trio.Nursery, network: Network, config: Config, paths: Paths, threads: int) -> None:
     models = Models(paths.models)
     leader = Leader(network, models, config, threads, paths.data / "term")
 
@@ -88,50 +90,30 @@ async def _start_leader(
     nursery.start_soon(leader.run)
 
 
-async def _start_worker(
-    nursery: trio.Nursery, network: Network, config: Config, paths: Paths, threads: int
-) -> None:
-    make_backend, name, description = _backend_maker(config, threads)
+async def _start_worker(nursery: trio.Nursery, network: Network, config: Config, paths: Paths, threads: int) -> None:
+    compute = choose_compute(config.compute, threads)
     budget = config.node.memory_bytes(psutil.virtual_memory().available)
     disk = config.node.disk_bytes(psutil.disk_usage(str(paths.shards)).free)
-    facts = _facts(config, name, description, threads, budget)
+    facts = _facts(config, compute.name, compute.device, threads, budget)
 
     def hello() -> Hello:
         return Hello(
             name=facts.name,
             version=VERSION,
             wire=WIRE_VERSION,
-            backend=name,
-            device=description,
+            backend=compute.name,
+            device=compute.device,
             threads=threads,
             memory_budget_bytes=budget,
-            q8_0=config.compute.backend == "ggml" and not config.compute.factory,
+            q8_0=compute.rounds_as_ggml_cpu,
         )
 
     cache = await trio.to_thread.run_sync(ShardCache, paths.shards, disk)
-    worker = Worker(network, config.swarm.leader, hello, cache, budget, make_backend)
+    worker = Worker(network, config.swarm.leader, hello, cache, budget, compute.make)
     status = WorkerStatus(network, worker, facts)
     handlers = Handlers(status=status.view, asker=worker.asker, models=Models(paths.models), leader=None)
     await nursery.start(serve_control, paths.socket_to_bind(), handlers.table())
     nursery.start_soon(worker.run)
-
-
-def _backend_maker(config: Config, threads: int) -> tuple[Callable[[], ExpertBackend], str, str]:
-    """(maker, name, description of the device) of the configured expert backend.
-
-    `compute.factory` names a class that is called with `threads=` and returns an ExpertBackend.
-    """
-    if config.compute.factory:
-        module, _, attribute = config.compute.factory.partition(":")
-        try:
-            made = getattr(import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise UsageError(f"compute.factory {config.compute.factory} cannot be loaded: {error}") from error
-        return (lambda: made(threads=threads)), config.compute.factory, "factory"
-    if config.compute.backend == "numpy":
-        return (lambda: NumpyExperts("float32")), "numpy-f32", "NumPy"
-    device = Device(config.compute.device, threads=threads)
-    return (lambda: GgmlExperts(device)), device.name, device.info.description
 
 
 def _facts(config: Config, backend: str, device: str, threads: int, budget: int) -> NodeFacts:
@@ -145,4 +127,3 @@ async def _stop_on_signal(scope: trio.CancelScope) -> None:
             _log.info("daemon.stopping", signal=signal.Signals(number).name)
             scope.cancel()
             return
-

@@ -41,7 +41,13 @@ Progress = Callable[[str, int, int], None]
 
 
 def run_demo(
-    *, prompt: str | None, max_tokens: int | None, keep: bool, quiet: bool, progress: Progress, show: Callable[[str], None]
+    *,
+    prompt: str | None,
+    max_tokens: int | None,
+    keep: bool,
+    quiet: bool,
+    progress: Progress,
+    show: Callable[[str], None],
 ) -> dict[str, Any]:
     """Run the demo; the result is what `--json` prints. `show` gets text for the terminal, as it comes.
 

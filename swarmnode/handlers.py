@@ -6,6 +6,8 @@ cancelled when the caller goes away.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -135,13 +137,15 @@ class Handlers:
         if name is not None and not isinstance(name, str):
             raise UsageError("a model's name is a text")
         self._need_leader("adds models")
+        if not os.path.isabs(path):
+            raise UsageError(
+                f"{path} is no absolute path", hint="The daemon runs in another folder: name the file in full."
+            )
         send, receive = trio.open_memory_channel[tuple[str, int, int]](64)
 
         def progress(step: str, done: int, total: int) -> None:
-            try:
+            with contextlib.suppress(trio.WouldBlock):  # a slow terminal sees fewer steps
                 send.send_nowait((step, done, total))
-            except trio.WouldBlock:  # a slow terminal sees fewer steps
-                pass
 
         async def show() -> None:
             async for step, done, total in receive:

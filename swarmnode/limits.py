@@ -15,7 +15,6 @@ from typing import Final
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
 
-
 @dataclass(frozen=True, slots=True)
 class FrameLimits:
     """The most that one frame may hold. `items` bounds every msgpack array and map, `text_bytes` every string."""
@@ -24,7 +23,6 @@ class FrameLimits:
     payload_bytes: int
     items: int = 64
     text_bytes: int = 1 * KIB
-
 
 # --- Frames -----------------------------------------------------------------------------------------------------------
 
@@ -90,9 +88,6 @@ EXPERTS_STREAMS_PER_PEER_MAX: Final = 4
 
 COMPUTE_US_MAX: Final = 2**32 - 1
 
-DISPATCH_SECONDS_MIN: Final = 2.0
-"""No dispatch is given less: two seconds without a ping is what already counts as failed."""
-
 # --- Shards: fetching experts -----------------------------------------------------------------------------------------
 
 SHARD_CHUNK_BYTES: Final = 256 * KIB
@@ -138,9 +133,6 @@ SHARD_BACKOFF_SECONDS_MAX: Final = 8.0
 REQUEST_TEXT_BYTES_MAX: Final = 2 * MIB
 """A conversation's text. A context of 131,072 tokens is about 0.6 MB of English and under 2 MiB in any script."""
 
-STOP_STRINGS_MAX: Final = 16
-STOP_STRING_BYTES_MAX: Final = 256
-
 MAX_TOKENS_MAX: Final = 1_048_576
 """Longer than any context; the context's own length is the real limit."""
 
@@ -165,9 +157,6 @@ STATUS_REPLY: Final = FrameLimits(HEADER_BYTES_MAX, 4 * MIB, items=ERROR_EXPERTS
 
 STATUS_STREAMS_PER_PEER_MAX: Final = 4
 
-STATUS_SECONDS_MAX: Final = 5.0
-"""A person waits in front of it."""
-
 MEMBER_FRAME: Final = FrameLimits(HEADER_BYTES_MAX, 2 * MIB, items=ERROR_EXPERTS_MAX)
 """An assignment names every expert that a worker holds: 128 layers of 1,024 experts at 3 bytes are 0.4 MB."""
 
@@ -181,7 +170,3 @@ MEMBER_HELLO_SECONDS_MAX: Final = 10.0
 
 PING_FRAME: Final = FrameLimits(header_bytes=64, payload_bytes=0, items=4, text_bytes=0)
 PING_STREAMS_PER_PEER_MAX: Final = 2
-
-PING_INTERVAL_SECONDS: Final = 0.5
-PING_SILENCE_SECONDS_MAX: Final = 2.0
-"""Two seconds of silence mean failed (three pings lost in a row), so that an asker knows within 5 s of a fault."""

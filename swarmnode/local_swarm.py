@@ -1,7 +1,7 @@
 """A swarm of real daemons on this machine: what `demo`, `bench` and the tests run.
 
-Each daemon is a process of its own with its own data folder, key and port on loopback. The object owns them: leaving its
-context ends every one, whatever happened. `keep` hands them over to the user instead.
+Each daemon is a process of its own with its own data folder, key and port on loopback. The object owns them: leaving
+its context ends every one, whatever happened, unless `kept` hands them over to the user.
 """
 
 from __future__ import annotations
@@ -152,10 +152,16 @@ class LocalSwarm:
         self.leader = LocalNode(
             "leader",
             root / "leader",
-            _merge(merged, {"node": {"name": "leader"}, "swarm": {"role": "leader", "workers_expected": workers}}, leader or {}),
+            _merge(
+                merged,
+                {"node": {"name": "leader"}, "swarm": {"role": "leader", "workers_expected": workers}},
+                leader or {},
+            ),
         )
         self.workers = [
-            LocalNode(f"worker-{i}", root / f"worker-{i}", _merge(merged, {"node": {"name": f"worker-{i}"}}, worker or {}))
+            LocalNode(
+                f"worker-{i}", root / f"worker-{i}", _merge(merged, {"node": {"name": f"worker-{i}"}}, worker or {})
+            )
             for i in range(1, workers + 1)
         ]
         self.kept = False
@@ -262,5 +268,3 @@ def _value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return json.dumps(value)  # texts, numbers and lists of them are written alike in JSON and TOML
-
-

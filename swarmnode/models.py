@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -145,7 +146,7 @@ class Models:
         chosen = self._choose_name(path, name)
         self._adding.add(chosen)
         try:
-            command = [sys.executable, "-m", "backends.add_model", str(path.absolute()), str(self._folder / chosen), chosen]
+            command = [sys.executable, "-m", "backends.add_model", str(path), str(self._folder / chosen), chosen]
             return await run_child(command, path.name, progress)
         finally:
             self._adding.discard(chosen)
@@ -156,7 +157,9 @@ class Models:
         if not _NAME.fullmatch(chosen):
             raise UsageError(f"{chosen!r} is no name for a model", hint="Use letters, digits, dots and dashes.")
         if chosen in self._adding or chosen in self.names():
-            raise UsageError(f"there is a model {chosen} already", hint="Choose another one with --name, or remove it first.")
+            raise UsageError(
+                f"there is a model {chosen} already", hint="Choose another one with --name, or remove it first."
+            )
         if len(self.names()) >= MODELS_MAX:
             raise UsageError(f"this node knows {MODELS_MAX} models already", hint="Remove one first.")
         return chosen
@@ -170,11 +173,8 @@ async def run_child(command: list[str], file: str, progress: OnProgress) -> dict
     outcome: dict[str, Any] = {}
     with trio.fail_after(ADD_SECONDS_MAX):
         async with trio.open_nursery() as nursery:
-            process: trio.Process = await nursery.start(
-                lambda task_status=trio.TASK_STATUS_IGNORED: trio.run_process(
-                    command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False, task_status=task_status
-                )
-            )
+            run = partial(trio.run_process, command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
+            process: trio.Process = await nursery.start(run)
             buffer = b""
             assert process.stdout is not None
             async for chunk in process.stdout:

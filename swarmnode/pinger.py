@@ -14,7 +14,7 @@ import structlog
 import trio
 
 from capabilities.errors import PeerMistake
-from scheduler.liveness import TICK_S, FailureDetector, PeerState
+from scheduler.liveness import PING_INTERVAL_S, TICK_S, FailureDetector, PeerState
 from swarmnode import limits
 from swarmnode.net.interface import Network, NetworkError, PeerId, Stream
 from swarmnode.wire import Fields, encode_frame, read_frame
@@ -111,7 +111,7 @@ class PeerWatch:
                     self._detector.sent(peer, number, trio.current_time())
                     with trio.fail_after(limits.SEND_SECONDS_MAX):
                         await stream.send(encode_frame([number]))
-                    await trio.sleep(limits.PING_INTERVAL_SECONDS)
+                    await trio.sleep(PING_INTERVAL_S)
         finally:
             await stream.reset()
 

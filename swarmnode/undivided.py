@@ -33,9 +33,7 @@ class Undivided:
     def __init__(
         self, path: Path, *, context_tokens: int = 2048, batch_tokens: int = 512, threads: int = 1, fast: bool = False
     ) -> None:
-        settings = LlamaSettings(
-            context_tokens=context_tokens, batch_tokens=batch_tokens, threads=threads, fast=fast
-        )
+        settings = LlamaSettings(context_tokens=context_tokens, batch_tokens=batch_tokens, threads=threads, fast=fast)
         self._model = LlamaModel(path, settings)
         self._batch_tokens = batch_tokens
 

@@ -1,8 +1,8 @@
 """The swarm against llama.cpp's own RPC split, on this machine: `python -m tests.compare_rpc [--model olmoe-1b-7b]`.
 
-A command and not a test, outside set-up: it builds llama.cpp's `rpc-server` and `llama-bench` (minutes) from the source
-that llama-cpp-python's pinned release carries, once, into the user's cache. Then it measures, in turns, llama.cpp on one
-thread, llama.cpp split over two one-thread RPC servers, and the swarm with two one-thread workers, all on loopback.
+A command and not a test, outside set-up: it builds llama.cpp's RPC server and `llama-bench` (minutes) from the source
+that llama-cpp-python's pinned release carries, once, into the user's cache. Then it measures, in turns, llama.cpp on
+one thread, llama.cpp split over two one-thread RPC servers, and the swarm with two one-thread workers, on loopback.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def test_bytes_of_a_token_stay_within_the_contract(result: dict[str, Any]) -> No
 
 
 def test_a_missing_file_is_named() -> None:
-    with pytest.raises(UsageError, match="no file nowhere.gguf"):
+    with pytest.raises(UsageError, match=r"no file nowhere\.gguf"):
         run_bench("nowhere.gguf", workers=1, prompt_tokens=4, tokens=4, progress=_silent)
 
 

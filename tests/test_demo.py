@@ -1,4 +1,4 @@
-"""The demo as a stranger runs it: real daemons, the real demo model (built once in the cache), everything gone after."""
+"""The demo as a stranger runs it: real daemons, the real model (built once in the cache), everything gone after."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def _daemons(folder: Path) -> list[int]:
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if any(str(folder) in word for word in process.info["cmdline"] or []):
-            found.append(process.pid)
-    return found
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if any(str(folder) in word for word in process.info["cmdline"] or [])
+    ]
 
 
 @pytest.mark.timeout(TIMEOUT_S)

@@ -124,7 +124,12 @@ class MuxerStream:
     def send_nowait(self, data: bytes | bytearray | memoryview) -> bool:
         """See interface.Stream."""
         n = data.nbytes if isinstance(data, memoryview) else len(data)
-        if n > self._send_credit or n > limits.FRAME_PAYLOAD_BYTES or not self._owner.writable or self._send_turn.locked():
+        if (
+            n > self._send_credit
+            or n > limits.FRAME_PAYLOAD_BYTES
+            or not self._owner.writable
+            or self._send_turn.locked()
+        ):
             return False
         self._check_sending()
         if n:

@@ -1,0 +1,48 @@
+"""Which expert backend this daemon computes with, from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+
+from backends.device import Device
+from backends.experts import ExpertBackend, GgmlExperts
+from backends.numpy_reference import NumpyExperts
+from capabilities.errors import UsageError
+from swarmnode.config import ComputeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """A backend that can be made afresh for each epoch.
+
+    `rounds_as_ggml_cpu`: it rounds activations as ggml's CPU kernels do, so they may travel rounded already.
+    """
+
+    make: Callable[[], ExpertBackend]
+    name: str
+    device: str
+    rounds_as_ggml_cpu: bool
+
+
+def choose_compute(config: ComputeConfig, threads: int) -> Compute:
+    """The configured backend. `factory` names a class that is called with `threads=` and gives an ExpertBackend.
+
+    Raises:
+        UsageError: no such device, or the factory cannot be loaded.
+    """
+    if config.factory:
+        module, _, attribute = config.factory.partition(":")
+        try:
+            made = getattr(import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise UsageError(
+                f"compute.factory {config.factory} cannot be loaded: {error}",
+                hint="Name it as module:Class, in a module that this Python can import.",
+            ) from error
+        return Compute(lambda: made(threads=threads), config.factory, "factory", False)
+    if config.backend == "numpy":
+        return Compute(lambda: NumpyExperts("float32"), "numpy-f32", "NumPy", False)
+    device = Device(config.device, threads=threads)
+    return Compute(lambda: GgmlExperts(device), device.name, device.info.description, device.info.is_cpu)
