@@ -15,6 +15,7 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
     expert_messages, member_messages, prompt_messages   what the frames say (shards.messages: the fourth)
     pinger                                              who still answers
 
+    compute                                             the expert backend that the configuration names
     config, paths, logs, identity, durable, threads     what a daemon has on its machine (printable, version)
     local_experts, local_swarm, undivided, demo, bench  whole swarms on one machine, and llama.cpp beside them
     bootstrap                                           set-up, on the standard library alone
