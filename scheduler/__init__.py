@@ -10,6 +10,7 @@ batching     what the trunk decodes next, and what its logits mean for each requ
 settling     when to place experts anew
 placement    which peer holds which experts
 dispatch     which rows of a layer go to which peer, and where its answers belong
+combine      the same with one sum a peer and token in place of rows: what is added to what, and in which order
 liveness     which peers still answer
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from scheduler.answer import Vocabulary
 from scheduler.batching import Batcher, BatcherStatistics, Step, StepPart
+from scheduler.combine import add_partials, sum_rows, weighted_sums
 from scheduler.dispatch import LayerRouting, PeerRows, Plan, RowRate, check_reply, deadline_s, gather, plan
 from scheduler.liveness import PING_INTERVAL_S, TICK_S, FailureDetector, PeerState, Transition
 from scheduler.placement import LayerSpec, Placement, PlacementImpossible, WorkerSpec, even_split
@@ -68,6 +70,7 @@ __all__ = [
     "Usage",
     "Vocabulary",
     "WorkerSpec",
+    "add_partials",
     "check_reply",
     "check_stops",
     "deadline_s",
@@ -76,5 +79,7 @@ __all__ = [
     "gather",
     "plan",
     "sample",
+    "sum_rows",
     "uniform",
+    "weighted_sums",
 ]

@@ -62,7 +62,8 @@ class Plan:
 class LayerRouting:
     """Which peer answers for each expert of a layer, from a placement and the peers that cannot be reached now.
 
-    holders[expert]: its peers, preferred first; the first that can be reached answers.
+    holders[expert]: its peers, preferred first; the first that can be reached answers. `groups` is the routing to the
+    first ones, reachable or not, by which partial sums are added (combine.py); None where it is this very one.
     """
 
     def __init__(self, layer: int, holders: Sequence[Sequence[str]], unreachable: Collection[str] = ()) -> None:
@@ -73,6 +74,8 @@ class LayerRouting:
         nobody = len(self.peers)  # sorts behind the peers
         self._owner = np.array([nobody if peer is None else index[peer] for peer in chosen], dtype=np.int64)
         self._holders = tuple(tuple(peers) for peers in holders)
+        replaced = any(peer not in (None, *peers[:1]) for peer, peers in zip(chosen, holders, strict=True))
+        self.groups: LayerRouting | None = LayerRouting(layer, holders) if replaced else None
 
     def owners(self, experts: NDArray[np.int32]) -> NDArray[np.int64]:
         """For each expert [R] the index into `peers`, len(peers) for none. Raises ValueError for an id out of range."""
@@ -128,10 +131,13 @@ def plan(ids: NDArray[np.int32], routing: LayerRouting) -> Plan:
     return Plan(routing.layer, n_tokens, n_used, tuple(parts))
 
 
-def check_reply(values: NDArray[np.float32], part: PeerRows, layer: int, n_out: int) -> None:
-    """Raise PeerMistake, naming the peer, unless values are float32 [R, n_out] and finite."""
-    if values.dtype != np.float32 or values.shape != (len(part.slots), n_out):
-        expected = f"float32 {(len(part.slots), n_out)}"
+def check_reply(
+    values: NDArray[np.float32], part: PeerRows, layer: int, n_out: int, *, partial_sums: bool = False
+) -> None:
+    """Raise PeerMistake, naming the peer, unless values are float32 [R, n_out] (or [Tp, n_out] sums) and finite."""
+    shape = (len(part.rows if partial_sums else part.slots), n_out)
+    if values.dtype != np.float32 or values.shape != shape:
+        expected = f"float32 {shape}"
         raise _mistake(part, layer, f"answered {values.dtype} {values.shape} instead of {expected}")
     # A sum is finite only if all its terms are; a sum that overflowed needs the second look.
     with np.errstate(over="ignore", invalid="ignore"):
