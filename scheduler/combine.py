@@ -26,10 +26,10 @@ def weighted_sums(y: F32, weights: F32, tokens: NDArray[np.int32]) -> F32:
     """
     with np.errstate(over="ignore", invalid="ignore"):
         if tokens[0] == tokens[-1]:  # a decode step's only token
-            total = y[0] * weights[0]
+            total: F32 = y[:1] * weights[0]
             for row, weight in zip(y[1:], weights[1:], strict=True):
                 total += row * weight
-            return total[None]
+            return total
         starts = np.flatnonzero(np.diff(tokens, prepend=tokens[0] - 1))
         counts = np.diff(starts, append=len(tokens))
         sums: F32 = y[starts] * weights[starts, None]

@@ -3,16 +3,20 @@
 Headers are msgpack arrays of small integers, because a decode step sends one frame a layer to each worker:
 
     Dispatch  [1, term, epoch, sequence, layer, n_tokens, n_rows, dtype, flags]
-              x [n_tokens, n_in] raw, tokens uint16 [n_rows] (left out for a single token), experts uint16 [n_rows]
+              x [n_tokens, n_in] raw, tokens uint16 [n_rows] (left out for a single token), experts uint16 [n_rows],
+              and weights float32 [n_rows] if the flags ask for partial sums
     Begin     [2, term, request_id]     End  [3, term, request_id]      so that workers log the asker's request id
     Reply     [4, sequence, n_rows, compute_us]     y float32 [n_rows, n_out] raw
     Failure   [5, sequence, error]                  a typed error instead of rows
 
-Row r of a dispatch asks for expert experts[r] applied to x[tokens[r]]; row r of the reply is its result. A probe is an
+Row r of a dispatch asks for expert experts[r] applied to x[tokens[r]]; row r of the reply is its result. With partial
+sums row t of the reply is instead the sum over token t's rows of weights[r] times their results, in F32, in the order
+in which the dispatch names them (scheduler/combine.py); tokens then never descend and each has a row. A probe is an
 ordinary dispatch. A receiver trusts nothing: sizes must match the header exactly, ids must be held, pairs unique,
 values finite, and the product of rows and width can be judged before the payload is read (`check_dispatch`,
 `check_answer`).
-A dispatch takes 4 * n_in * n_tokens + 4 * n_rows bytes and at most 60 for header and lengths; a reply's are at most 29.
+A dispatch takes 4 * n_in * n_tokens + 4 * n_rows bytes, 4 * n_rows more with weights, and at most 60 for header and
+lengths; a reply's are at most 29.
 """
 
 from __future__ import annotations
@@ -39,7 +43,10 @@ REPLY: Final = 4
 FAILURE: Final = 5
 
 F32_ACCUMULATION: Final = 1
-"""Flag bit 0: the leader asks the kernels to accumulate in F32 (output ranks). Other bits must be zero."""
+"""Flag bit 0: the leader asks the kernels to accumulate in F32 (output ranks)."""
+
+PARTIAL_SUMS: Final = 2
+"""Flag bit 1: the worker weights and adds its rows, and answers one row a token. Other bits must be zero."""
 
 _COUNTER_MAX: Final = 2**64 - 1
 _REQUEST_ID: Final = re.compile(rf"[0-9A-Za-z_.:-]{{1,{limits.REQUEST_ID_CHARS_MAX}}}", re.ASCII)
@@ -88,6 +95,8 @@ class Dispatch:
     """int32 [n_rows], each in 0..n_tokens-1"""
     experts: NDArray[np.int32]
     """int32 [n_rows], each held; no pair (tokens[r], experts[r]) twice"""
+    weights: NDArray[np.float32] | None = None
+    """float32 [n_rows] where partial sums are wanted; then `tokens` never descend and name every token"""
 
     @property
     def f32_accumulation(self) -> bool:
@@ -103,14 +112,14 @@ class Notice(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What a leader waits for under one sequence number."""
+    """What a leader waits for under one sequence number: a row for each expert row, or for each token in sums."""
 
     n_rows: int
     n_out: int
 
 
 class Reply(NamedTuple):
-    """A worker's rows: y float32 [n_rows, n_out], finite, row r the result of the dispatch's row r."""
+    """A worker's rows: y float32 [n_rows, n_out], finite, one for each row of the dispatch, or each token in sums."""
 
     sequence: int
     compute_us: int
@@ -128,13 +137,13 @@ class Failure(NamedTuple):
 
 
 def dispatch_rows_max(n_out: int) -> int:
-    """The most rows that one dispatch may ask for when each comes back as `n_out` floats."""
+    """The most rows that one dispatch may ask for when each has `n_out` floats, whether it comes back or is added."""
     return min(limits.DISPATCH_ROWS_MAX, limits.REPLY_PAYLOAD_BYTES_MAX // (4 * n_out))
 
 
 def dispatch_tokens_max(n_in: int) -> int:
-    """The most rows of `n_in` floats that one dispatch may carry, with any number of rows asked for."""
-    room = limits.DISPATCH_PAYLOAD_BYTES_MAX - 4 * limits.DISPATCH_ROWS_MAX
+    """The most rows of `n_in` floats that one dispatch may carry, with any number of rows asked for and weighted."""
+    room = limits.DISPATCH_PAYLOAD_BYTES_MAX - 8 * limits.DISPATCH_ROWS_MAX
     return min(limits.DISPATCH_TOKENS_MAX, room // (4 * n_in))
 
 
@@ -147,9 +156,12 @@ def encode_dispatch(
     x: Activations,
     tokens: NDArray[np.int32],
     experts: NDArray[np.int32],
+    weights: NDArray[np.float32] | None = None,
     f32_accumulation: bool = False,
 ) -> bytes:
     """A dispatch frame. x: C-contiguous, float32 [n_tokens, n_in] or Q8_0 as uint8 [n_tokens, bytes]; ids [n_rows].
+
+    `weights`, float32 [n_rows], ask for partial sums.
 
     Raises ValueError beyond `dispatch_rows_max` and `dispatch_tokens_max`: the caller splits, a worker would refuse.
     """
@@ -158,9 +170,11 @@ def encode_dispatch(
         raise ValueError(f"a dispatch of {n_tokens} tokens and {n_rows} rows is empty or over the limits")
     dtype = Q8_0 if x.dtype == np.uint8 else F32
     header = [DISPATCH, term, epoch, sequence, layer, n_tokens, n_rows, dtype, int(f32_accumulation)]
-    if n_tokens == 1:
-        return encode_frame(header, x, experts.astype("<u2"))
-    return encode_frame(header, x, tokens.astype("<u2"), experts.astype("<u2"))
+    payload = [x, experts.astype("<u2")] if n_tokens == 1 else [x, tokens.astype("<u2"), experts.astype("<u2")]
+    if weights is not None:
+        header[-1] |= PARTIAL_SUMS
+        payload.append(weights.astype("<f4"))
+    return encode_frame(header, *payload)
 
 
 def encode_notice(term: int, request_id: str, *, begins: bool) -> bytes:
@@ -226,12 +240,12 @@ def request_head(header: Header) -> DispatchHead | Notice:
         fields.integer(5, 1, limits.DISPATCH_TOKENS_MAX),
         fields.integer(6, 1, limits.DISPATCH_ROWS_MAX),
         fields.integer(7, F32, Q8_0),
-        fields.integer(8, 0, F32_ACCUMULATION),
+        fields.integer(8, 0, F32_ACCUMULATION | PARTIAL_SUMS),
     )
 
 
 def check_dispatch(head: DispatchHead, payload_bytes: int, layer: HeldLayer) -> None:
-    """Raise PeerMistake unless the payload has exactly the size that the header implies and the reply fits a frame.
+    """Raise PeerMistake unless the payload has exactly the size that the header implies and all rows fit a reply.
 
     For read_frame's `check`, so that a false size is refused before the payload is read.
     """
@@ -239,6 +253,8 @@ def check_dispatch(head: DispatchHead, payload_bytes: int, layer: HeldLayer) -> 
         raise PeerMistake(f"{head.n_rows} rows of {layer.n_out} floats do not fit a reply", layer=head.layer)
     ids_bytes = (2 if head.n_tokens == 1 else 4) * head.n_rows
     expected = head.n_tokens * row_bytes(head.dtype, layer.n_in) + ids_bytes
+    if head.flags & PARTIAL_SUMS:
+        expected += 4 * head.n_rows
     if payload_bytes != expected:
         raise PeerMistake(f"a dispatch has {payload_bytes} bytes of payload instead of {expected}", layer=head.layer)
 
@@ -267,7 +283,21 @@ def decode_dispatch(head: DispatchHead, payload: bytes | memoryview, layer: Held
     pairs.sort()
     if (pairs[1:] == pairs[:-1]).any():
         raise PeerMistake("a dispatch names the same expert twice for one token", layer=head.layer)
+    if head.flags & PARTIAL_SUMS:
+        return Dispatch(head, x, tokens, experts, _weights(head, payload, tokens))
     return Dispatch(head, x, tokens, experts)
+
+
+def _weights(head: DispatchHead, payload: bytes | memoryview, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+    """The weights at the end of a payload of the right size, float32 [n_rows]. PeerMistake unless they can be used."""
+    weights = np.frombuffer(payload, "<f4", head.n_rows, len(payload) - 4 * head.n_rows).astype(np.float32)
+    if not np.isfinite(weights).all():
+        raise PeerMistake("a dispatch has weights that are not finite", layer=head.layer)
+    # Each token's rows stand together, and none is without: the answer has a row for each.
+    steps = np.diff(tokens, prepend=np.int32(-1), append=np.int32(head.n_tokens))
+    if steps[0] != 1 or steps[-1] != 1 or ((steps[1:-1] != 0) & (steps[1:-1] != 1)).any():
+        raise PeerMistake("a dispatch for partial sums leaves tokens out, or out of order", layer=head.layer)
+    return weights
 
 
 def encode_reply(sequence: int, compute_us: int, y: NDArray[np.float32]) -> bytes:

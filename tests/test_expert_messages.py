@@ -40,6 +40,7 @@ from swarmnode.wire import Frame, encode_frame, split_frame
 LAYER = HeldLayer(n_in=32, n_out=3, held=np.array([True, True, False, True]))
 X = np.arange(64, dtype="<f4").reshape(2, 32)
 PENDING = {9: Expected(n_rows=2, n_out=3)}
+ONES = np.ones(3, "<f4")
 
 
 def ids(*values: int) -> NDArray[np.int32]:
@@ -84,6 +85,29 @@ def test_golden_dispatch_of_two_tokens() -> None:
     assert (got.tokens.dtype, got.experts.dtype) == (np.int32, np.int32)
 
 
+def test_golden_dispatch_for_partial_sums() -> None:
+    frame = dispatch(X, [0, 0, 1], [3, 1, 0], weights=np.array([0.5, 0.25, 1.0], np.float32))
+    header = bytes.fromhex("99 01 07 02 09 05 02 03 00 02")
+    ids_and_weights = bytes.fromhex("000000000100 030001000000 0000003f 0000803e 0000803f")
+    assert frame == struct.pack("<II", 10, 280) + header + X.tobytes() + ids_and_weights
+    got = receive(frame)
+    assert isinstance(got, Dispatch)
+    assert got.weights is not None
+    assert (got.weights.dtype, got.weights.tolist()) == (np.float32, [0.5, 0.25, 1.0])
+    assert (got.tokens.tolist(), got.experts.tolist()) == ([0, 0, 1], [3, 1, 0])
+    assert not got.f32_accumulation
+
+
+def test_both_flags_go_together_and_no_flag_means_no_weights() -> None:
+    weights = np.array([0.5], np.float32)
+    got = receive(dispatch(X[:1], [0], [3], weights=weights, f32_accumulation=True))
+    assert isinstance(got, Dispatch)
+    assert (got.head.flags, got.f32_accumulation, got.weights) == (3, True, weights)
+    plain = receive(dispatch(X[:1], [0], [3]))
+    assert isinstance(plain, Dispatch)
+    assert (plain.head.flags, plain.weights) == (0, None)
+
+
 def test_golden_answers_and_notices() -> None:
     y = np.array([[1, 2, 3], [4, 5, 6]], "<f4")
     frame = encode_reply(9, 250, y)
@@ -120,6 +144,9 @@ def test_bytes_stay_within_the_budget_with_the_largest_numbers() -> None:
         experts = np.tile(np.arange(n_used), n_tokens)
         frame = dispatch(x, tokens.tolist(), experts.tolist(), **largest, f32_accumulation=True)
         assert len(frame) <= 4 * 2048 * n_tokens + 4 * n_used * n_tokens + 60
+        weights = np.ones(n_tokens * n_used, np.float32)
+        frame = dispatch(x, tokens.tolist(), experts.tolist(), **largest, weights=weights)
+        assert len(frame) <= 4 * 2048 * n_tokens + 8 * n_used * n_tokens + 60
         reply = encode_reply(2**64 - 1, 2**40, np.zeros((n_tokens * n_used, 2), np.float32))
         assert len(reply) <= 8 * n_tokens * n_used + 29
 
@@ -141,7 +168,19 @@ BAD_DISPATCHES: dict[str, Callable[[], bytes]] = {
     "no tokens": lambda: encode_frame([1, 7, 2, 9, 5, 0, 1, 0, 0], ids(0).astype("<u2")),
     "no rows": lambda: encode_frame([1, 7, 2, 9, 5, 1, 0, 0, 0], X[:1]),
     "unknown dtype": lambda: encode_frame([1, 7, 2, 9, 5, 1, 1, 2, 0], X[:1], ids(0).astype("<u2")),
-    "unknown flag": lambda: encode_frame([1, 7, 2, 9, 5, 1, 1, 0, 2], X[:1], ids(0).astype("<u2")),
+    "unknown flag": lambda: encode_frame([1, 7, 2, 9, 5, 1, 1, 0, 4], X[:1], ids(0).astype("<u2")),
+    "a known flag with an unknown one": lambda: encode_frame([1, 7, 2, 9, 5, 1, 1, 0, 5], X[:1], ids(0).astype("<u2")),
+    "sums without weights": lambda: encode_frame([1, 7, 2, 9, 5, 1, 1, 0, 2], X[:1], ids(0).astype("<u2")),
+    "weights without sums": lambda: encode_frame([1, 7, 2, 9, 5, 1, 1, 0, 0], X[:1], ids(0).astype("<u2"), ONES[:1]),
+    "a weight too many": lambda: encode_frame([1, 7, 2, 9, 5, 1, 1, 0, 2], X[:1], ids(0).astype("<u2"), ONES[:2]),
+    "a weight that is not finite": lambda: dispatch(X, [0, 1], [0, 1], weights=np.array([1, np.inf], np.float32)),
+    "a weight that is no number": lambda: dispatch(X[:1], [0, 0], [0, 1], weights=np.array([np.nan, 1], np.float32)),
+    "sums with the last token left out": lambda: dispatch(X, [0, 0], [0, 1], weights=ONES[:2]),
+    "sums with the first token left out": lambda: dispatch(X, [1, 1], [0, 1], weights=ONES[:2]),
+    "sums with a token in between left out": lambda: dispatch(X[[0, 1, 1]], [0, 0, 2], [0, 1, 1], weights=ONES[:3]),
+    "sums out of order": lambda: dispatch(X, [1, 0], [0, 1], weights=ONES[:2]),
+    "sums of a token in two places": lambda: dispatch(X, [0, 1, 0], [0, 1, 1], weights=ONES[:3]),
+    "fewer rows than tokens": lambda: dispatch(X, [0], [0], weights=ONES[:1]),
     "a field missing": lambda: encode_frame([1, 7, 2, 9, 5, 1, 1, 0], X[:1], ids(0).astype("<u2")),
     "a negative term": lambda: encode_frame([1, -7, 2, 9, 5, 1, 1, 0, 0], X[:1], ids(0).astype("<u2")),
     "a bool for a number": lambda: encode_frame([1, 7, 2, 9, 5, True, 1, 0, 0], X[:1], ids(0).astype("<u2")),
@@ -225,18 +264,22 @@ def test_random_messages_raise_only_peer_mistakes(header: list[Any], payload: by
         decode_answer(Frame(header, payload), PENDING)
 
 
-@given(st.sampled_from([1, 2]), st.integers(1, 6), st.sampled_from([0, 1]), st.data())
+@given(st.sampled_from([1, 2]), st.integers(1, 6), st.sampled_from([0, 1]), st.sampled_from([0, 2]), st.data())
 def test_random_payloads_of_the_right_size_raise_only_peer_mistakes(
-    n_tokens: int, n_rows: int, dtype: int, data: st.DataObject
+    n_tokens: int, n_rows: int, dtype: int, flags: int, data: st.DataObject
 ) -> None:
-    size = n_tokens * (34 if dtype else 128) + n_rows * (2 if n_tokens == 1 else 4)
+    size = n_tokens * (34 if dtype else 128) + n_rows * ((2 if n_tokens == 1 else 4) + 2 * flags)
     payload = data.draw(st.binary(min_size=size, max_size=size))
     with contextlib.suppress(PeerMistake):
-        got = receive(encode_frame([1, 7, 2, 9, 5, n_tokens, n_rows, dtype, 0], payload))
+        got = receive(encode_frame([1, 7, 2, 9, 5, n_tokens, n_rows, dtype, flags], payload))
         assert isinstance(got, Dispatch)
         assert LAYER.held[got.experts].all()
         assert len(set(zip(got.tokens.tolist(), got.experts.tolist(), strict=True))) == n_rows
         assert got.tokens.max() < n_tokens
+        if flags:
+            assert got.weights is not None
+            assert np.isfinite(got.weights).all()
+            assert sorted(set(got.tokens.tolist())) == list(range(n_tokens))
 
 
 @given(st.integers(1, 40), st.data())
