@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import trio
@@ -19,13 +20,14 @@ from backends.expert_source import GGUFExpertSource
 from backends.experts import F32, GgmlExperts
 from backends.gguf_file import GGUFFile
 from backends.manifest import Manifest
+from capabilities.errors import SwarmError
 from swarmnode import limits
 from swarmnode.expert_messages import PROTOCOL as EXPERTS
 from swarmnode.expert_messages import DispatchHead, HeldLayer, decode_dispatch, encode_reply, request_head
 from swarmnode.identity import Identity
 from swarmnode.local_experts import load_experts
 from swarmnode.member_messages import PROTOCOL as MEMBER
-from swarmnode.member_messages import WIRE_VERSION, Assign, Begin, Hello, Progress, decode_from_leader, encode
+from swarmnode.member_messages import WIRE_VERSION, Assign, Begin, Hello, Phase, Progress, decode_from_leader, encode
 from swarmnode.net.interface import Network, NetworkError, PeerId, Stream, StreamReset
 from swarmnode.net.libp2p_host import Libp2pNetwork, open_libp2p_network
 from swarmnode.pinger import PeerWatch
@@ -127,6 +129,12 @@ def hello(name: str, memory_budget_bytes: int = 1 << 30) -> Hello:
     )  # fmt: skip
 
 
+class Rows(Protocol):
+    """The truth that a fake worker starts from."""
+
+    def rows(self, head: DispatchHead, payload: bytes | memoryview) -> F32: ...
+
+
 class RightAnswers:
     """All experts of a model, computed here."""
 
@@ -151,28 +159,36 @@ class FakeWorker:
     network: Network
     leader: str
     name: str = "fake"
-    right: RightAnswers | None = None
+    right: Rows | None = None
     spoil: Spoil = honest
     memory_budget_bytes: int = 1 << 30
     claims_loaded: bool = True
     assigned: list[Assign] = field(default_factory=list)
     begun: list[Begin] = field(default_factory=list)
 
-    async def run(self) -> None:
+    def __post_init__(self) -> None:
         self.network.serve(EXPERTS, self._experts, max_streams_per_peer=8)
+        PeerWatch(self.network)  # answers pings
+
+    async def run(self) -> None:
+        """One stay, until the stream breaks."""
         peer = await self.network.connect(self.leader)
-        async with trio.open_nursery() as nursery:
-            await nursery.start(PeerWatch(self.network).run)
-            stream = await self.network.open_stream(peer, MEMBER)
-            await stream.send(encode(hello(self.name, self.memory_budget_bytes)))
+        self.stream = await self.network.open_stream(peer, MEMBER)
+        await self.stream.send(encode(hello(self.name, self.memory_budget_bytes)))
+        with contextlib.suppress(NetworkError):
             while True:
-                message = decode_from_leader(await read_frame(stream, limits.MEMBER_FRAME))
+                message = decode_from_leader(await read_frame(self.stream, limits.MEMBER_FRAME))
                 if isinstance(message, Assign):
                     self.assigned.append(message)
                     if self.claims_loaded:
-                        await stream.send(encode(Progress(message.term, message.epoch, "loaded", 1, 1, 1)))
+                        await self.report("loaded")
                 elif isinstance(message, Begin):
                     self.begun.append(message)
+
+    async def report(self, phase: Phase, done: int = 1, error: SwarmError | None = None) -> None:
+        """Tell the leader how far the latest assignment is."""
+        last = self.assigned[-1]
+        await self.stream.send(encode(Progress(last.term, last.epoch, phase, done, 1, 1, error)))
 
     async def _experts(self, stream: Stream) -> None:
         assert self.right is not None

@@ -1,0 +1,327 @@
+"""The placer among fake workers: who is assigned what and when, and what each failure costs. Time is a mock clock's."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+import trio.testing
+from trio.testing import MockClock
+
+from capabilities.errors import Internal
+from scheduler.settling import REPLACE_AFTER_S, STALLED_S
+from swarmnode.expert_messages import DispatchHead, encode_failure, encode_reply
+from swarmnode.leader.members import MEMBERS_MAX
+from tests.fault_tools import honest
+from tests.memory_swarm import EXPERT_BYTES, LAYERS, N_EXPERT, Lab, Stay, leader_lab
+
+SHARE = len(LAYERS) * N_EXPERT // 2  # of one worker of two
+
+
+def wrong(head: DispatchHead, y: np.ndarray[Any, Any]) -> bytes:
+    return encode_reply(head.sequence, 1, y + np.float32(1))
+
+
+def refuses(head: DispatchHead, y: np.ndarray[Any, Any]) -> bytes:
+    return encode_failure(head.sequence, Internal("not today"))
+
+
+async def settled(lab: Lab, seconds: float = 0.0) -> None:
+    await trio.sleep(seconds)
+    await trio.testing.wait_all_tasks_blocked()
+
+
+async def pair(lab: Lab, **fields: Any) -> tuple[Stay, Stay]:
+    return await lab.join("one", **fields), await lab.join("two", **fields)
+
+
+async def test_experts_are_placed_when_all_workers_are_there_and_serve_once_proven(
+    autojump_clock: MockClock,
+) -> None:
+    async with leader_lab(expected=2) as lab:
+        assert "workers to join" in lab.placer.coverage.refusal().message  # type: ignore[union-attr]
+        one = await lab.join("one")
+        await settled(lab, 60)
+        assert one.fake.assigned == []
+        assert "1 of 2 workers to join" in lab.placer.coverage.refusal().message  # type: ignore[union-attr]
+        two = await lab.join("two")
+        await settled(lab)
+        assert lab.ready
+        assert [stay.state for stay in (one, two)] == ["ready", "ready"]
+        assert lab.placer.coverage.copies() == (1, [])
+        for stay in (one, two):
+            (assign,) = stay.fake.assigned
+            assert (assign.term, assign.epoch, assign.sources) == (1, 1, (str(lab.network.peer_id),))
+            assert sum(map(len, assign.held.values())) == lab.placer.coverage.held_now(stay.member) == SHARE
+            assert [(begin.term, begin.epoch) for begin in stay.fake.begun][-1] == (1, 1)
+
+
+async def test_with_no_number_expected_joining_must_settle(autojump_clock: MockClock) -> None:
+    async with leader_lab(settle_s=3.0) as lab:
+        one = await lab.join("one")
+        await settled(lab, 2.0)
+        two = await lab.join("two")
+        await settled(lab, 2.9)
+        assert one.fake.assigned == two.fake.assigned == []
+        await settled(lab, 0.2)
+        assert lab.ready
+        assert len(one.fake.assigned) == len(two.fake.assigned) == 1
+
+
+async def test_a_worker_that_comes_back_proves_its_share_again_and_nothing_moves(autojump_clock: MockClock) -> None:
+    async with leader_lab(expected=2) as lab:
+        one, two = await pair(lab)
+        await settled(lab)
+        await one.leave()
+        assert not lab.ready
+        refusal = lab.placer.coverage.refusal()
+        assert refusal is not None
+        assert "8" not in refusal.message
+        assert f"{SHARE} experts wait for one" in refusal.message
+        assert len(lab.placer.coverage.copies()[1]) == SHARE
+        assert (one.state, two.state) == ("gone", "ready")
+        await settled(lab, REPLACE_AFTER_S - 1)
+        await one.back()
+        await settled(lab)
+        assert lab.ready
+        assert lab.placer.coverage.epoch == 1
+        assert [assign.held for assign in one.fake.assigned] == [one.fake.assigned[0].held] * 2
+        assert len(two.fake.assigned) == 1
+
+
+async def test_a_worker_that_stays_away_is_replaced_by_those_who_are_there(autojump_clock: MockClock) -> None:
+    async with leader_lab(expected=2) as lab:
+        one, two = await pair(lab)
+        await settled(lab)
+        await one.leave()
+        await settled(lab, REPLACE_AFTER_S + 1)
+        assert lab.ready
+        assert (lab.placer.coverage.epoch, lab.placer.coverage.held_now(two.member)) == (2, 2 * SHARE)
+        await one.back()  # a newcomer now
+        await settled(lab, 3.1)
+        assert lab.ready
+        assert (lab.placer.coverage.epoch, lab.placer.coverage.held_now(one.member)) == (3, SHARE)
+
+
+async def test_the_old_epoch_serves_while_a_newcomer_loads(autojump_clock: MockClock) -> None:
+    async with leader_lab(expected=2, settle_s=1.0) as lab:
+        one, two = await pair(lab)
+        await settled(lab)
+        slow = await lab.join("slow", claims_loaded=False)
+        await settled(lab, 1.1)
+        assert [assign.epoch for assign in two.fake.assigned] == [1, 2]
+        assert (lab.ready, lab.placer.coverage.epoch, slow.state) == (True, 1, "loading")
+        assert lab.placer.coverage.held_now(slow.member) == 0
+        await slow.fake.report("loaded")
+        await settled(lab)
+        assert (lab.ready, lab.placer.coverage.epoch, slow.state) == (True, 2, "ready")
+        for stay in (one, two, slow):
+            assert stay.fake.begun[-1].epoch == 2
+        routing = lab.remote._routing
+        assert routing is not None
+        assert (routing.epoch, set(routing.links)) == (2, {str(stay.peer) for stay in (one, two, slow)})
+
+
+async def test_a_newcomer_that_never_loads_is_given_up_and_nobody_notices(autojump_clock: MockClock) -> None:
+    async with leader_lab(expected=2, settle_s=1.0) as lab:
+        one, _ = await pair(lab)
+        await settled(lab)
+        lazy = await lab.join("lazy", claims_loaded=False)
+        for _ in range(int(STALLED_S + REPLACE_AFTER_S + 10)):
+            await settled(lab, 1.0)
+            assert lab.ready
+        assert lab.placer.coverage.epoch == 3
+        assert one.fake.assigned[2].held == one.fake.assigned[0].held
+        assert lazy.state == "joining"
+
+
+async def test_a_newcomer_with_wrong_numbers_is_given_up_for_ever_longer_until_it_is_right(
+    autojump_clock: MockClock,
+) -> None:
+    async with leader_lab(expected=2, settle_s=1.0) as lab:
+        await pair(lab)
+        await settled(lab)
+        bad = await lab.join("bad", spoil=wrong)
+        placed: list[tuple[float, int]] = []
+        for second in range(400):
+            await settled(lab, 1.0)
+            assert lab.ready
+            if not placed or placed[-1][1] != bad.fake.assigned[-1].epoch:
+                placed.append((second, bad.fake.assigned[-1].epoch))
+        assert "computes something else" in bad.member.error.message  # type: ignore[union-attr]
+        gaps = [after[0] - before[0] for before, after in itertools.pairwise(placed)]
+        assert len(gaps) >= 2
+        assert gaps == sorted(gaps)
+        assert gaps[0] >= 2 * REPLACE_AFTER_S
+        assert len(bad.fake.assigned) < 40
+        bad.fake.spoil = honest
+        await settled(lab, 300)
+        assert bad.state == "ready"
+        assert lab.placer.coverage.held_now(bad.member) > 0
+        assert (bad.member.given_up, bad.member.failures, bad.member.error) == (0, 0, None)
+
+
+async def test_joining_again_does_not_wipe_the_slate(autojump_clock: MockClock) -> None:
+    async with leader_lab(expected=2, settle_s=1.0) as lab:
+        await pair(lab)
+        await settled(lab)
+        bad = await lab.join("bad", spoil=wrong)
+        await settled(lab, REPLACE_AFTER_S + 5)
+        assert bad.member.given_up == 1
+        epoch, assigned = lab.placer.coverage.epoch, len(bad.fake.assigned)
+        await bad.leave()
+        await bad.back()
+        await settled(lab, 10)
+        assert (lab.placer.coverage.epoch, len(bad.fake.assigned)) == (epoch, assigned)
+
+
+@pytest.mark.parametrize("spoil", [wrong, refuses], ids=lambda spoil: spoil.__name__)
+async def test_a_worker_that_fails_the_first_probe_is_asked_again_and_named_meanwhile(
+    autojump_clock: MockClock, spoil: Any
+) -> None:
+    async with leader_lab(expected=2) as lab:
+        one, two = await pair(lab, spoil=spoil)
+        await settled(lab, 2.0)
+        assert not lab.ready
+        assert lab.placer.coverage.copies()[0] == 0
+        refusal = lab.placer.coverage.refusal()
+        assert refusal is not None
+        assert "one failed: " in refusal.message
+        for stay in (one, two):
+            stay.fake.spoil = honest
+        await settled(lab, 8.0)
+        assert lab.ready
+        assert two.member.error is None
+
+
+async def test_a_worker_that_cannot_load_is_assigned_again(autojump_clock: MockClock) -> None:
+    async with leader_lab(expected=1) as lab:
+        one = await lab.join("one", claims_loaded=False)
+        await one.fake.report("failed", error=Internal("no space left"))
+        await settled(lab)
+        assert (one.state, one.member.error.message) == ("loading", "no space left")  # type: ignore[union-attr]
+        await settled(lab, 1.1)
+        assert len(one.fake.assigned) == 2
+        await one.fake.report("fetching", done=0)
+        await one.fake.report("loaded")
+        await settled(lab)
+        assert lab.ready
+
+
+async def test_a_flood_of_reports_buys_no_work(autojump_clock: MockClock) -> None:
+    async with leader_lab(expected=1) as lab:
+        one = await lab.join("one", claims_loaded=False, spoil=wrong)
+        before = trio.lowlevel.current_statistics().tasks_living
+        for _ in range(300):
+            await one.fake.report("failed", error=Internal("again"))
+            await one.fake.report("loaded")
+        await settled(lab)
+        assert trio.lowlevel.current_statistics().tasks_living - before < 10
+        assert len(one.fake.assigned) == 1
+        await settled(lab, 10)
+        assert len(one.fake.assigned) < 8
+
+
+async def test_a_worker_without_memory_holds_nothing_and_moves_nothing(autojump_clock: MockClock) -> None:
+    async with leader_lab(expected=2, settle_s=1.0) as lab:
+        one, _ = await pair(lab)
+        await settled(lab)
+        poor = await lab.join("poor", memory_budget_bytes=EXPERT_BYTES - 1)
+        await settled(lab, 300)
+        assert (lab.ready, poor.state, poor.fake.assigned) == (True, "joining", [])
+        assert lab.placer.coverage.epoch <= 2
+        assert len(one.fake.assigned) <= 2
+        await poor.leave()
+        poor.fake.memory_budget_bytes = 1 << 30
+        await poor.back()
+        await settled(lab, 3)
+        assert (lab.ready, poor.state) == (True, "ready")
+
+
+async def test_too_little_memory_is_said_with_the_missing_bytes(autojump_clock: MockClock) -> None:
+    async with leader_lab(expected=2) as lab:
+        one, _ = await pair(lab, memory_budget_bytes=3 * EXPERT_BYTES)
+        await settled(lab, 100)
+        refusal = lab.placer.coverage.refusal()
+        assert refusal is not None
+        assert f"{2 * EXPERT_BYTES} bytes are missing" in refusal.message
+        await one.leave()
+        one.fake.memory_budget_bytes = 5 * EXPERT_BYTES
+        await one.back()
+        await settled(lab, 5)
+        assert lab.ready
+
+
+async def test_where_both_epochs_do_not_fit_the_old_one_ends_first(autojump_clock: MockClock) -> None:
+    async with leader_lab(expected=2, settle_s=1.0) as lab:
+        one, _ = await pair(lab, memory_budget_bytes=SHARE * EXPERT_BYTES)
+        await settled(lab)
+        third = await lab.join("three", memory_budget_bytes=1 << 30, claims_loaded=False)
+        await settled(lab, 1.1)
+        assert len(one.fake.assigned) == 2
+        assert not lab.ready
+        assert lab.remote._routing is None
+        await third.fake.report("loaded")
+        await settled(lab)
+        assert (lab.ready, lab.placer.coverage.epoch) == (True, 2)
+
+
+async def test_a_suspended_worker_is_suspect_and_proves_itself_when_it_answers(autojump_clock: MockClock) -> None:
+    async with leader_lab(expected=2) as lab:
+        one, two = await pair(lab)
+        await settled(lab, 1.0)
+        lab.hub.set_delay(lab.network.peer_id, one.peer, float("inf"))
+        await settled(lab, 3.0)
+        assert (lab.ready, one.state, two.state) == (False, "suspect", "ready")
+        assert one.member.link.closed.details["cause"] == "suspended"  # type: ignore[union-attr]
+        assert one.member.failures == 0  # sleep is no fault
+        lab.hub.set_delay(lab.network.peer_id, one.peer, 0.0)
+        await settled(lab, 2.0)
+        assert (lab.ready, one.state) == (True, "ready")
+        assert len(one.fake.assigned) == 1
+
+
+async def test_a_link_that_fails_in_service_is_replaced_after_a_probe(autojump_clock: MockClock) -> None:
+    async with leader_lab(expected=2) as lab:
+        one, _ = await pair(lab)
+        await settled(lab)
+        link = one.member.link
+        assert link is not None
+        link.fail("timeout", "a test")
+        await settled(lab)
+        assert (lab.ready, one.state) == (False, "loading")
+        await settled(lab, 1.5)
+        assert lab.ready
+        assert one.member.link is not link
+
+
+async def test_a_share_that_changes_during_its_probe_is_probed_again(autojump_clock: MockClock) -> None:
+    async with leader_lab(expected=2, settle_s=1.0) as lab:
+        one, two = await pair(lab)
+        lab.hub.set_delay(lab.network.peer_id, one.peer, 0.2)  # probes of the second epoch take a while
+        await settled(lab)
+        assert lab.ready
+        three = await lab.join("three")
+        await settled(lab, 1.1)
+        assert lab.placer.coverage.wanted is not None
+        await three.leave()
+        await settled(lab, REPLACE_AFTER_S + 5)
+        assert (lab.ready, lab.placer.coverage.wanted, lab.placer.coverage.epoch) == (True, None, 3)
+        assert one.fake.begun[-1].epoch == two.fake.begun[-1].epoch == 3
+
+
+async def test_members_who_left_make_room_for_those_who_come(autojump_clock: MockClock) -> None:
+    async with leader_lab(expected=2) as lab:
+        await pair(lab)
+        await settled(lab)
+        for number in range(MEMBERS_MAX + 5):
+            passer = await lab.join(f"passer-{number}", memory_budget_bytes=0)
+            await passer.leave()
+        assert len(lab.members.by_peer) == MEMBERS_MAX
+        assert lab.members.refused == 0
+        await settled(lab, 700)
+        assert lab.ready
+        assert len(lab.members.by_peer) == 2
