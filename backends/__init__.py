@@ -19,7 +19,7 @@ Experts
 llama.cpp and ggml
     ggml, device     ctypes over the installed libraries; one compute device
     llama            a model and its context; vocabulary has its tokens and chat template
-    moe_hook         stops llama.cpp at each MoE layer
+    moe_hook         stops llama.cpp at each MoE layer (sum_point: where it adds the experts up)
     weight_layout    which weights may be repacked without touching batch invariance
 
 Models made here

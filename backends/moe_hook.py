@@ -4,7 +4,8 @@ llama.cpp asks about every node of its graph, then shows the wanted ones once th
 the *dispatch point*, its first product over routed experts (activations and router's ids lie in its sources), and the
 *collect point*, the node that carries the experts' outputs before the router's weights apply. `LearningHook` finds the
 collect points and captures the expert programs in a first decode; `ServingHook` hands activations to an executor and
-overwrites the collect points with what it returns, so that llama.cpp's own graph does the combine.
+overwrites the collect points with what it returns, so that llama.cpp's own graph does the combine. `PartialSumHook`
+hands over the router's weights too, and overwrites the weighted rows with each token's total.
 
 An exception must not cross the C boundary (llama.cpp would go on with stale numbers): it is kept, the rest of the graph
 is stopped, and `LlamaModel.decode` raises it.
@@ -16,7 +17,7 @@ import ctypes as ct
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -25,7 +26,8 @@ from numpy.typing import NDArray
 from backends.capture import OtherBlockError, capture_program, expert_product
 from backends.ggml import Tensor, library, read_tensor, tensor_at, write_tensor
 from backends.program import ExpertProgram
-from capabilities.errors import UnsupportedModel
+from backends.sum_point import SumPoint, SumSearch
+from capabilities.errors import Internal, UnsupportedModel
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
@@ -44,12 +46,23 @@ class ExpertExecutor(Protocol):
         """The experts' outputs [T, K, n_out] for the last dispatch of this layer, C-contiguous."""
 
 
+class SumExecutor(Protocol):
+    """The same for partial sums: whoever computes experts also weights and adds their rows."""
+
+    def dispatch_sum(self, layer: int, x: F32, ids: I32, weights: F32) -> None:
+        """Take activations x [T, n_in], the router's choice ids [T, K] and its weights [T, K] of one layer."""
+
+    def collect_sum(self, layer: int) -> F32:
+        """Each token's total [T, n_out] for the last dispatch of this layer."""
+
+
 @dataclass(frozen=True, slots=True)
 class LearnedLayer:
     """A MoE layer as llama.cpp runs it.
 
     `occurrence` tells which of the nodes called `collect` is the collect point, counted from 0 after the layer's
-    dispatch point: an architecture may run a second block, of other experts, under the same names.
+    dispatch point: an architecture may run a second block, of other experts, under the same names. Without a
+    `sum_point` the layer cannot be served by partial sums.
     """
 
     layer: int
@@ -59,6 +72,7 @@ class LearnedLayer:
     n_used: int
     n_in: int
     n_out: int
+    sum_point: SumPoint | None = None
 
 
 class Hook:
@@ -120,14 +134,24 @@ class LearningHook(Hook):
         self.refused: dict[int, UnsupportedModel] = {}
         self._points: dict[int, tuple[int, int]] = {}  # layer -> addresses of x and ids
         self._seen: dict[bytes, int] = {}  # name -> nodes of that name since their layer's dispatch point, less one
+        self._wanted_ops = frozenset(self._lib.op_names)
+        self._asked: dict[bytes, int] = {}  # the last node of each name
+        self._before: dict[bytes, int] = {}  # the same at the last dispatch point
+        self._after: set[bytes] = set()  # names of the nodes since then
+        self._search: tuple[int, SumSearch] | None = None  # of the layer of the last collect point
 
     def begin(self) -> None:
         super().begin()
         self._points.clear()
         self._seen.clear()
+        self._asked.clear()
+        self._search = None
 
     def wants(self, node: int) -> bool:
         tensor = tensor_at(node)
+        self._look_for_sum(node, tensor)
+        self._asked[tensor.name] = node
+        self._after.add(tensor.name)
         return _COLLECT.fullmatch(tensor.name) is not None or expert_product(self._lib, tensor) >= 0
 
     def computed(self, node: int) -> None:
@@ -135,6 +159,7 @@ class LearningHook(Hook):
         layer = expert_product(self._lib, tensor)
         if layer >= 0 and layer not in self._points:
             self._points[layer] = tensor.src[1], tensor.src[2]
+            self._before, self._after = dict(self._asked), set()
         if (found := _COLLECT.fullmatch(tensor.name)) and int(found[1]) in self._points:
             key = tensor.name
             self._seen[key] = self._seen.get(key, -1) + 1
@@ -158,6 +183,14 @@ class LearningHook(Hook):
         self.layers[layer] = LearnedLayer(
             layer, tensor.name, occurrence, program, ids_shape[0], x_shape[0], tensor.ne[0]
         )
+        self._search = layer, SumSearch(self._lib, node, self._before, self._after)
+
+    def _look_for_sum(self, node: int, tensor: Tensor) -> None:
+        if self._search is not None:
+            layer, search = self._search
+            search.see(node, tensor)
+            if search.point != self.layers[layer].sum_point:
+                self.layers[layer] = replace(self.layers[layer], sum_point=search.point)
 
 
 @dataclass(slots=True)
@@ -201,6 +234,68 @@ class ServingHook(Hook):
         if len(x):  # the last layer has no rows where no logits are wanted
             self.dispatched[layer] = self.dispatched.get(layer, 0) + len(x)
             self.executor.dispatch(layer, x, ids)
+
+
+class PartialSumHook(ServingHook):
+    """Hands each MoE layer, with the router's weights, to an executor that returns each token's total.
+
+    Raises:
+        UnsupportedModel: a layer has no sum point.
+    """
+
+    def __init__(self, layers: Iterable[LearnedLayer], executor: SumExecutor) -> None:
+        points = {learned.layer: (learned, sum_point_of(learned)) for learned in layers}
+        super().__init__(
+            (replace(learned, collect=point.weighted, occurrence=0) for learned, point in points.values()), _Nowhere()
+        )
+        self._totals = executor
+        self._wanted_ops |= {point.weights_op for _, point in points.values()}
+        self._weights_of = {(point.weights, point.weights_op): layer for layer, (_, point) in points.items()}
+        self._weights: dict[int, int] = {}  # layer -> address of its weights in this graph
+
+    def wants(self, node: int) -> bool:
+        tensor = tensor_at(node)
+        layer = self._weights_of.get((tensor.name, tensor.op))
+        if layer is not None:
+            self._weights[layer] = node  # read at the dispatch point: their memory is kept until the rows are weighted
+            return False
+        return super().wants(node)
+
+    def computed(self, node: int) -> None:
+        tensor = tensor_at(node)
+        if (learned := self._collect.get(tensor.name)) and learned.layer in self._pending:
+            if rows := self._pending.pop(learned.layer).rows:
+                out = np.zeros((rows, tensor.ne[1], tensor.ne[0]), np.float32)
+                out[:, 0] = _checked(self._totals.collect_sum(learned.layer), (rows, tensor.ne[0]))
+                write_tensor(self._lib, node, out)
+            return
+        layer = expert_product(self._lib, tensor)
+        x, ids = self._routed(tensor)
+        self._pending[layer] = _Pending(len(x))
+        if len(x):
+            self.dispatched[layer] = self.dispatched.get(layer, 0) + len(x)
+            address = self._weights.get(layer)
+            if address is None:
+                raise Internal(f"llama.cpp's graph has no weights before the experts of layer {layer}")
+            weights = read_tensor(self._lib, address, np.float32).reshape(ids.shape)
+            self._totals.dispatch_sum(layer, x, ids, weights)
+
+
+def sum_point_of(learned: LearnedLayer) -> SumPoint:
+    """Where a layer's rows are weighted and added; UnsupportedModel if that is nowhere, or not all that is done."""
+    if learned.sum_point is None:
+        raise UnsupportedModel(
+            f"layer {learned.layer} does something else than weight its experts' rows and add them up: no partial sums",
+            hint='Set leader.combine = "router-order" in the configuration.',
+            layer=learned.layer,
+        )
+    return learned.sum_point
+
+
+def _checked(totals: F32, shape: tuple[int, int]) -> F32:
+    if totals.dtype != np.float32 or totals.shape != shape:
+        raise ValueError(f"totals of {totals.dtype} {totals.shape}, not float32 {shape}")
+    return totals
 
 
 class ObservingHook(ServingHook):

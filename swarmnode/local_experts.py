@@ -1,34 +1,40 @@
-"""A swarm without a network: several expert backends in one process, behind the same plan and combine.
+"""A swarm without a network: several expert backends in one process, behind the same plan and both combines.
 
 `swarmctl model check` proves a model on it before anyone joins with it; the tests use it as the smallest swarm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from backends.experts import F32, I32, ExpertBackend
 from backends.manifest import ExpertSource, Manifest
 from backends.program import ExpertProgram
-from scheduler.dispatch import LayerRouting, check_reply, gather, plan
+from scheduler.combine import add_partials, weighted_sums
+from scheduler.dispatch import LayerRouting, PeerRows, Plan, check_reply, gather, plan
 from scheduler.placement import Placement
 
 
 class LocalExperts:
     """A StepExecutor that computes on `workers` (name -> backend), each holding what `placement` says.
 
-    `reorder`: answers are taken in reversed order, which must change nothing.
+    `arrival`: in which order the workers answer, given their parts of a dispatch; it must change nothing.
     """
 
     def __init__(
-        self, manifest: Manifest, placement: Placement, workers: Mapping[str, ExpertBackend], *, reorder: bool = False
+        self,
+        manifest: Manifest,
+        placement: Placement,
+        workers: Mapping[str, ExpertBackend],
+        *,
+        arrival: Callable[[Sequence[PeerRows]], Iterable[PeerRows]] = iter,
     ) -> None:
         self._layers = manifest.by_layer
         self._routing = {layer: LayerRouting(layer, holders) for layer, holders in placement.holders.items()}
         self._workers = workers
-        self._reorder = reorder
+        self._arrival = arrival
         self._results: dict[int, F32] = {}
 
     def begin_step(self, requests: Sequence[str]) -> None:
@@ -36,21 +42,36 @@ class LocalExperts:
 
     def dispatch(self, layer: int, x: F32, ids: I32) -> None:
         """Compute the chosen experts ids [T, K] on activations x [T, n_in], each on its holder, one after the other."""
-        spec = self._layers[layer]
         split = plan(ids, self._routing[layer])
-        parts = split.parts[::-1] if self._reorder else split.parts
-        replies = {}
-        for part in parts:
-            y = self._workers[part.peer].compute(layer, x[part.rows], part.tokens, part.experts)
-            check_reply(y, part, layer, spec.n_out)
-            replies[part.peer] = y
-        out = np.empty((*ids.shape, spec.n_out), np.float32)
-        gather(split, replies, out)
+        out = np.empty((*ids.shape, self._layers[layer].n_out), np.float32)
+        gather(split, self._replies(split, x), out)
         self._results[layer] = out
 
     def collect(self, layer: int) -> F32:
         """The outputs [T, K, n_out] of the last dispatch of this layer."""
         return self._results.pop(layer)
+
+    def dispatch_sum(self, layer: int, x: F32, ids: I32, weights: F32) -> None:
+        """The same with one row a token from each holder, who weights and adds its own by weights [T, K]."""
+        split = plan(ids, self._routing[layer])
+        by_slot, parts = weights.reshape(-1), {part.peer: part for part in split.parts}
+        sums = {
+            peer: weighted_sums(y, by_slot[parts[peer].slots], parts[peer].tokens)
+            for peer, y in self._replies(split, x).items()
+        }
+        self._results[layer] = add_partials(split, sums, self._layers[layer].n_out)
+
+    def collect_sum(self, layer: int) -> F32:
+        """Each token's total [T, n_out] of the last dispatch of this layer."""
+        return self._results.pop(layer)
+
+    def _replies(self, split: Plan, x: F32) -> dict[str, F32]:
+        replies = {}
+        for part in self._arrival(split.parts):
+            y = self._workers[part.peer].compute(split.layer, x[part.rows], part.tokens, part.experts)
+            check_reply(y, part, split.layer, self._layers[split.layer].n_out)
+            replies[part.peer] = y
+        return replies
 
 
 def load_experts(
