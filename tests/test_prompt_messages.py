@@ -1,0 +1,182 @@
+"""Messages of the prompt protocol: what goes in comes out, and no bytes of a peer raise anything but a PeerMistake."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capabilities.errors import ExpertsUnavailable, PeerMistake, UsageError
+from scheduler.requests import Timings, Usage
+from scheduler.sampling import SamplingParams
+from swarmnode import limits
+from swarmnode.prompt_messages import (
+    Alive,
+    Ask,
+    Done,
+    Failed,
+    Queued,
+    Reply,
+    Token,
+    chat,
+    decode_ask,
+    decode_reply,
+    encode_ask,
+    encode_reply,
+    new_request_id,
+    new_seed,
+)
+from swarmnode.wire import Frame, encode_frame, split_frame
+
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 100),
+    top_k=st.integers(0, 1_000_000),
+    top_p=st.floats(0, 1),
+    min_p=st.floats(0, 1),
+    seed=st.integers(0, 2**64 - 1),
+    frequency_penalty=st.floats(-2, 2),
+    presence_penalty=st.floats(-2, 2),
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": TEXT}),
+    min_size=1,
+    max_size=4,
+)
+ASKS = st.builds(
+    lambda text, **rest: Ask(**({"prompt": text} if isinstance(text, str) else {"messages": tuple(text)}), **rest),
+    TEXT | MESSAGES,
+    request_id=st.from_regex(r"[0-9A-Za-z_.:-]{1,64}", fullmatch=True),
+    params=PARAMS,
+    max_tokens=st.none() | st.integers(0, limits.MAX_TOKENS_MAX),
+    stop=st.lists(TEXT.filter(bool), max_size=16).map(tuple),
+    deadline_s=st.none() | st.floats(0.001, 86_400),
+    ignore_eos=st.booleans(),
+)
+COUNT = st.integers(0, 2**31)
+SECONDS = st.floats(0, 1e9)
+REPLIES = st.one_of(
+    st.builds(Queued, COUNT),
+    st.builds(Token, COUNT, COUNT, TEXT),
+    st.just(Alive()),
+    st.builds(
+        Done, st.sampled_from(["stop", "length"]), TEXT, st.builds(Usage, COUNT, COUNT),
+        st.builds(Timings, SECONDS, SECONDS, SECONDS),
+    ),
+)  # fmt: skip
+
+
+def frame(data: bytes, allowed: limits.FrameLimits) -> Frame:
+    found, end = split_frame(data, allowed)
+    assert end == len(data)
+    return found
+
+
+@given(ASKS)
+def test_a_request_comes_out_as_it_went_in(ask: Ask) -> None:
+    assert decode_ask(frame(encode_ask(ask), limits.PROMPT_REQUEST)) == ask
+
+
+@given(REPLIES)
+def test_a_reply_comes_out_as_it_went_in(reply: Reply) -> None:
+    assert decode_reply(frame(encode_reply(reply), limits.PROMPT_REPLY)) == reply
+
+
+def test_an_error_keeps_what_it_names() -> None:
+    error = ExpertsUnavailable("gone", layer=3, experts=[1, 2], peer="12D3", cause="timeout", request_id="req-1")
+    reply = decode_reply(frame(encode_reply(Failed(error)), limits.PROMPT_REPLY))
+    assert isinstance(reply, Failed)
+    assert reply.error.to_json() == error.to_json()
+
+
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=20)
+    | st.binary(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+HEADERS = VALUES | st.fixed_dictionaries(
+    {},
+    optional={
+        "kind": st.sampled_from(["ask", "queued", "token", "done", "error"]) | VALUES, "id": VALUES, "i": VALUES,
+        "t": VALUES, "position": VALUES, "finish_reason": VALUES, "prompt_tokens": VALUES, "completion_tokens": VALUES,
+        "queue_s": VALUES, "prefill_s": VALUES, "decode_s": VALUES, "error": VALUES, "top_k": VALUES, "seed": VALUES,
+        "temperature": VALUES, "top_p": VALUES, "min_p": VALUES, "frequency_penalty": VALUES,
+        "presence_penalty": VALUES, "max_tokens": VALUES, "deadline_s": VALUES, "ignore_eos": VALUES,
+    },
+)  # fmt: skip
+
+
+@given(HEADERS, st.binary(max_size=60) | TEXT.map(str.encode))
+def test_no_header_and_no_payload_surprises(header: Any, payload: bytes) -> None:
+    hostile = Frame(msgpack.unpackb(msgpack.packb(header), strict_map_key=False), payload)
+    with contextlib.suppress(PeerMistake):
+        decode_reply(hostile)
+    with contextlib.suppress(PeerMistake, UsageError):
+        decode_ask(hostile)
+
+
+GOOD = {
+    "kind": "ask", "id": "req-1", "top_k": 0, "seed": 1, "temperature": 0.0, "top_p": 1.0, "min_p": 0.0,
+    "frequency_penalty": 0.0, "presence_penalty": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"\xff", b"null", b"[]", b'"x"', b"[" * 200_000, b'{"prompt":1}', b'{"messages":{"a":1}}', b'{"messages":[1]}',
+     b'{"prompt":"x","stop":"y"}', b'{"prompt":"x","stop":[1]}'],
+    ids=lambda payload: repr(payload[:20]),
+)  # fmt: skip
+def test_texts_that_are_none(payload: bytes) -> None:
+    with pytest.raises(PeerMistake):
+        decode_ask(Frame(GOOD, payload))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"{}", b'{"prompt":"x","messages":[{"role":"user","content":"y"}]}', b'{"messages":[{"role":"user"}]}',
+     b'{"messages":[{"role":"root","content":"y"}]}', b'{"messages":[{"role":"user","content":5}]}',
+     b'{"prompt":"x","stop":[""]}', b'{"prompt":"x","stop":["%b"]}' % (b"y" * 513),
+     b'{"messages":[%b{"role":"user","content":""}]}' % (b'{"role":"user","content":""},' * 1024)],
+    ids=lambda payload: repr(payload[:40]),
+)  # fmt: skip
+def test_requests_that_cannot_be_served(payload: bytes) -> None:
+    with pytest.raises(UsageError):
+        decode_ask(Frame(GOOD, payload))
+
+
+def test_surrogates_do_not_reach_the_wire() -> None:
+    """A JSON text may hold half a character; what leaves is UTF-8 all the same."""
+    ask = decode_ask(Frame(GOOD, b'{"prompt":"a\\ud800b"}'))
+    assert decode_ask(frame(encode_ask(ask), limits.PROMPT_REQUEST)).prompt == "a?b"
+
+
+def test_a_text_beyond_the_limit_is_refused_here() -> None:
+    with pytest.raises(UsageError, match="bytes of text"):
+        encode_ask(Ask("req-1", SamplingParams(), prompt="é" * (limits.REQUEST_TEXT_BYTES_MAX // 2)))
+
+
+def test_frames_of_the_largest_requests_fit_their_limits() -> None:
+    ask = Ask("r" * 64, SamplingParams(seed=2**64 - 1), prompt="x" * (limits.REQUEST_TEXT_BYTES_MAX - 40))
+    frame(encode_ask(ask), limits.PROMPT_REQUEST)
+    error = ExpertsUnavailable("m" * 5000, hint="h" * 5000, layer=1, experts=list(range(5000)), peer="p" * 500)
+    frame(encode_reply(Failed(error)), limits.PROMPT_REPLY)
+
+
+def test_names_for_requests() -> None:
+    assert chat("q", None) == ({"role": "user", "content": "q"},)
+    assert [message["role"] for message in chat("q", "s")] == ["system", "user"]
+    assert len({new_request_id() for _ in range(100)}) == len({new_seed() for _ in range(100)}) == 100
+    assert decode_ask(Frame({**GOOD, "id": new_request_id(), "seed": new_seed()}, b'{"prompt":"x"}')).prompt == "x"
+    assert encode_frame(GOOD)  # the header alone is within a frame
+    assert "x" not in repr(Ask("req-1", SamplingParams(), prompt="xxxx", stop=("xx",))).replace("max", "")

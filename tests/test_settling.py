@@ -1,0 +1,102 @@
+"""The policy of when to place anew, by examples and by properties over any set of workers."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.settling import (
+    EXCLUDED_S_MAX,
+    REPLACE_AFTER_S,
+    REST_S_MAX,
+    Decision,
+    Present,
+    decide,
+    exclusion_s,
+    rest_s,
+)
+
+NOBODY: frozenset[str] = frozenset()
+NOW = 1000.0
+
+
+def ask(
+    holders: str = "",
+    present: str = "",
+    considered: str | None = None,
+    lost: dict[str, float] | None = None,
+    since_s: float = 0.0,
+    expected: int = 0,
+    settle_s: float = 3.0,
+) -> Decision:
+    """Peers are single letters; everyone is present since `since_s`."""
+    return decide(
+        frozenset(holders),
+        frozenset(holders if considered is None else considered),
+        {peer: Present(since_s) for peer in present},
+        lost or {},
+        expected=expected,
+        settle_s=settle_s,
+        now=NOW,
+    )
+
+
+def test_examples() -> None:
+    assert ask() == Decision(None, None, "workers to join")
+    assert ask(present="ab").workers == frozenset("ab")
+    assert ask(present="ab", expected=3) == Decision(None, None, "1 of 3 workers to join")
+    assert ask(present="abc", expected=3, since_s=NOW).workers == frozenset("abc")  # no need to settle
+    assert ask(present="ab", since_s=NOW - 1) == Decision(None, 2.0, "joining to settle")
+    assert ask("ab", "ab") == Decision(None, None)
+    assert ask("ab", "abc").workers == frozenset("abc")
+    assert ask("ab", "abc", considered="abc") == Decision(None, None)  # c has no room for anything
+    assert ask("ab", "ac").workers == frozenset("ac")  # b left before anyone remembers
+    assert ask("ab", "a", lost={"b": NOW}) == Decision(None, REPLACE_AFTER_S, "1 of 2 workers to come back")
+    assert ask("ab", "ac", lost={"b": NOW - 10}).again_s == REPLACE_AFTER_S - 10
+    assert ask("ab", "a", lost={"b": NOW - REPLACE_AFTER_S}).workers == frozenset("a")
+    assert ask("ab", "", lost=dict.fromkeys("ab", 0.0)) == Decision(None, None, "workers to join")
+
+
+PEERS = st.frozensets(st.sampled_from("abcdef"))
+SINCE = st.dictionaries(st.sampled_from("abcdef"), st.floats(0, NOW))
+
+
+@given(PEERS, PEERS, SINCE, SINCE, st.integers(0, 7), st.floats(0.1, 100))
+def test_any_decision_is_sane(
+    holders: frozenset[str],
+    considered: frozenset[str],
+    since: dict[str, float],
+    lost: dict[str, float],
+    expected: int,
+    settle_s: float,
+) -> None:
+    considered |= holders
+    present = {peer: Present(instant) for peer, instant in since.items()}
+
+    def at(now: float) -> Decision:
+        return decide(holders, considered, present, lost, expected=expected, settle_s=settle_s, now=now)
+
+    decision = at(NOW)
+    assert decision == at(NOW)
+    away = holders - present.keys()
+    if decision.workers is not None:
+        assert decision.workers == present.keys() != NOBODY
+        assert away or present.keys() - considered or not holders
+        assert all(lost.get(peer, 0.0) <= NOW - REPLACE_AFTER_S for peer in away)
+        assert holders or len(present) >= expected
+        return
+    if present.keys() == holders == considered:
+        assert decision == Decision(None, None, "" if holders else "workers to join")
+    if decision.again_s is not None:
+        # Whoever looks again then, with nothing changed, is not told to wait again for the same reason.
+        assert decision.again_s > 0
+        later = at(NOW + decision.again_s + 1e-6)
+        assert later.again_s is None or later.waiting_for != decision.waiting_for
+    else:
+        assert at(NOW + 1e9).workers is None  # nothing but news would change it
+
+
+@given(st.integers(1, 10**6))
+def test_rests_and_exclusions_grow_and_end(times: int) -> None:
+    assert 0 < rest_s(times) <= rest_s(times + 1) <= REST_S_MAX
+    assert 0 < exclusion_s(times) <= exclusion_s(times + 1) <= EXCLUDED_S_MAX
