@@ -170,3 +170,70 @@ MEMBER_HELLO_SECONDS_MAX: Final = 10.0
 
 PING_FRAME: Final = FrameLimits(header_bytes=64, payload_bytes=0, items=4, text_bytes=0)
 PING_STREAMS_PER_PEER_MAX: Final = 2
+
+# --- Belonging to a swarm: its record, invites, joining ---------------------------------------------------------------
+
+ADDRESS_CHARS_MAX: Final = 256
+"""A multiaddr with a peer id and a DNS name (up to 253 characters in theory, under 60 in practice)."""
+
+SWARM_ADDRESSES_MAX: Final = 32
+"""Where a node begins to look for its swarm: a few addresses of each backbone peer (at most nine)."""
+
+SWARM_ADDRESSES_PER_PEER_MAX: Final = 4
+"""So that one peer with many interfaces, or a hostile one, cannot push the others out."""
+
+ROTATIONS_MAX: Final = 16
+"""Owner keys in a row. Every member keeps and checks the whole chain."""
+
+KEPT_RECORDS_MAX: Final = 32
+"""Records of an old owner key that a rotation keeps good: three backbone sets, with room for what else owners sign."""
+
+BANS_MAX: Final = 1_024
+"""Peers that were ever banned; a lifted ban stays, or the old one could be replayed. 1,024 take 0.2 MB."""
+
+INVITES_MAX: Final = 128
+"""Invites that one backbone peer keeps, ended ones of the last month included."""
+
+INVITE_USES_MAX: Final = 256
+"""Uses of one invite. Who used it is remembered, so that a newcomer whose answer was lost can ask again."""
+
+INVITE_ADDRESSES_MAX: Final = 6
+"""Addresses in a token. Each makes it some 40 characters longer."""
+
+INVITE_SECONDS_MIN: Final = 60
+INVITE_SECONDS_MAX: Final = 366 * 86_400
+"""An invite carries the network key, so none is for ever."""
+
+INVITE_TOKEN_CHARS_MAX: Final = 4_096
+"""Six addresses of full length make under 2,600."""
+
+JOIN_REQUEST: Final = FrameLimits(header_bytes=512, payload_bytes=0, items=8, text_bytes=400)
+"""The largest is a membership certificate to be renewed (under 384 bytes)."""
+
+JOIN_REPLY: Final = FrameLimits(HEADER_BYTES_MAX, 512 * KIB, items=ERROR_EXPERTS_MAX, text_bytes=1 * KIB)
+"""All bans (0.25 MB), the owner's rotations (23 KB), the backbone (4 KB) and addresses (8 KB)."""
+
+JOIN_STREAMS_PER_PEER_MAX: Final = 2
+
+JOIN_CONVERSATIONS_MAX: Final = 16
+"""Newcomers at a time. One takes two round trips and a write to the disk; if one more comes, the oldest silent one goes."""
+
+JOIN_SECONDS_MAX: Final = 20.0
+"""One conversation: two round trips over a bad link, with the disk in between. A person waits in front of it."""
+
+JOIN_ATTEMPTS_BURST: Final = 60
+JOIN_ATTEMPTS_PER_SECOND: Final = 2.0
+"""All newcomers together, beyond a burst: many machines may join at once, and a flood costs under 1 % of a core."""
+
+JOIN_FAILURES_MAX: Final = 5
+JOIN_FAILURE_SECONDS: Final = 300.0
+"""A peer with so many wrong proofs within the time is refused unheard. Secrets have 128 bits; this is about noise."""
+
+JOIN_FAILING_PEERS_MAX: Final = 1_024
+"""Peers whose failures are remembered; of more, those that failed longest ago are forgotten."""
+
+INVITE_DIAL_SECONDS_MAX: Final = 5.0
+"""Trying one's own address before it goes into an invite; those that are silent cost a person this long."""
+
+JOIN_DIAL_SECONDS_MAX: Final = 4.0
+"""A newcomer gives each address of an invite this long, one after the other: a lost SYN is repeated after 1 s and 3 s."""
