@@ -133,8 +133,8 @@ GOOD = {
 
 @pytest.mark.parametrize(
     "payload",
-    [b"", b"\xff", b"null", b"[]", b'"x"', b"[" * 200_000, b'{"prompt":1}', b'{"messages":{"a":1}}', b'{"messages":[1]}',
-     b'{"prompt":"x","stop":"y"}', b'{"prompt":"x","stop":[1]}'],
+    [b"", b"\xff", b"null", b"[]", b'"x"', b"[" * 200_000, b'{"prompt":1}', b'{"messages":{"a":1}}',
+     b'{"messages":[1]}', b'{"prompt":"x","stop":"y"}', b'{"prompt":"x","stop":[1]}'],
     ids=lambda payload: repr(payload[:20]),
 )  # fmt: skip
 def test_texts_that_are_none(payload: bytes) -> None:
