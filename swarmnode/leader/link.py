@@ -93,10 +93,10 @@ class PeerLink:
                     nursery.start_soon(self._write, stream)
                     self._up.set()
                     await self._read(stream)
+        except* trio.TooSlowError:  # before what follows from it: a frame that was cut off resets its stream
+            self.fail("timeout", "it takes no data")
         except* NetworkError as errors:
             self.fail("disconnected", str(errors.exceptions[0]) or "the connection broke")
-        except* trio.TooSlowError:
-            self.fail("timeout", "it takes no data")
         except* PeerMistake as errors:
             _log.warning("link.peer_mistake", peer=self.peer, error=str(errors.exceptions[0]))
             self.fail("bad_reply", str(errors.exceptions[0]))
