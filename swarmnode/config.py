@@ -58,6 +58,9 @@ def _check_factory(value: str) -> str:
     return value
 
 
+Combine = Literal["router-order", "partial-sum"]
+"""How a layer's expert rows become a token's: see LeaderConfig.combine."""
+
 ListenAddress = Annotated[str, AfterValidator(_check_listen)]
 
 
@@ -160,6 +163,13 @@ class LeaderConfig(_Section):
     """How activations travel to workers. q8_0 takes 3.76 times fewer bytes, and the same bits come out where the
     workers' kernels would round them the same way (Q4_0 and Q8_0 weights on CPUs). auto: q8_0 exactly there, f32
     elsewhere."""
+
+    combine: Combine = "router-order"
+    """How a token's expert rows are added up. router-order: workers send a row for each expert, and llama.cpp adds them
+    as it would on one machine, to the same bits. partial-sum: a worker adds its own rows first and sends one a token,
+    so for n chosen experts it sends up to n times fewer bytes back (4 * width instead of 4 * width * n): for slow
+    uplinks. The last bits then depend on which worker holds which experts, though not on timing or on who else is
+    served, and a few architectures refuse it."""
 
 
 class ComputeConfig(_Section):

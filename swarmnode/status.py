@@ -156,6 +156,7 @@ class LeaderStatus:
             "architecture": manifest.architecture,
             "moe_layers": len(manifest.layers),
             "experts": sum(layer.n_expert for layer in manifest.layers),
+            "combine": active.combine,
             "coverage": {"min_copies": fewest, "missing": missing},
         }
 

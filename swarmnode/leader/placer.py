@@ -48,6 +48,7 @@ class PlacerSettings:
     workers_expected: int
     settle_s: float
     activations: ActivationsChoice
+    partial_sums: bool = False
 
 
 class Placer:
@@ -253,7 +254,15 @@ class Placer:
                 return
             member.phase = "probing"
             link, held = await self._open_link(member), target.held_by(str(member.peer))
-            agreement = await probe(link, self._reference, self._manifest, held, term=target.term, epoch=target.epoch)
+            agreement = await probe(
+                link,
+                self._reference,
+                self._manifest,
+                held,
+                term=target.term,
+                epoch=target.epoch,
+                partial_sums=self._settings.partial_sums,
+            )
             if link.closed is not None:
                 raise link.closed
             self._passed(member, target, agreement)

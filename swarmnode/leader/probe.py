@@ -1,7 +1,8 @@
 """The probe that comes before trust: every held expert of every layer, named and compared.
 
 For each layer the worker gets one ordinary dispatch that names all the experts it holds, and its rows are compared with
-this node's own computation from the model's file. Only then does an epoch begin, and only then is the swarm ready.
+this node's own computation from the model's file. Where the swarm combines by partial sums, the sum of one layer's rows
+is asked for and compared too. Only then does an epoch begin, and only then is the swarm ready.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from backends.experts import F32, GgmlExperts
 from backends.manifest import ExpertSource, LayerExperts, Manifest
 from capabilities.agreement import Agreement, compare, within_tolerance
 from capabilities.errors import ExpertsUnavailable, SwarmError
+from scheduler.combine import weighted_sums
 from scheduler.dispatch import deadline_s
 from swarmnode.expert_messages import dispatch_rows_max
 from swarmnode.leader.link import Answer, PeerLink
@@ -68,8 +70,9 @@ async def probe(
     *,
     term: int,
     epoch: int,
+    partial_sums: bool = False,
 ) -> Agreement:
-    """Compare every held expert of every layer; the worst agreement over all of them.
+    """Compare every held expert of every layer, and a sum of rows where asked; the worst agreement over all of them.
 
     Raises:
         ExpertsUnavailable: the worker did not answer, or computes another function; it names the layer and experts.
@@ -80,21 +83,33 @@ async def probe(
         step = dispatch_rows_max(layer.n_out)
         for start in range(0, len(experts), step):
             some = experts[start : start + step]
-            rows = await _ask(link, layer, reference.activations(layer), some, term, epoch)
-            agreement = compare(rows, await reference.expected(layer, some))
-            if not within_tolerance(agreement, frozenset(tensor.type for tensor in layer.tensors)):
-                raise ExpertsUnavailable(
-                    f"peer {link.name} computes something else than layer {number} of the model: its rows differ by"
-                    f" {agreement.median_relative_l2:.2g} (median relative L2) and"
-                    f" {agreement.worst_relative_l2:.2g} at worst",
-                    hint="Compare its version and model with the leader's; it gets no work until the probe passes.",
-                    layer=number,
-                    experts=list(some),
-                    peer=str(link.peer),
-                    cause="bad_reply",
-                )
-            worst = _worse(worst, agreement)
+            expected = await reference.expected(layer, some)
+            rows = await _ask(link, reference.activations(layer), some, layer, term, epoch)
+            worst = _worse(worst, _compare(link, layer, some, "rows", rows, expected))
+            if partial_sums:
+                weights = np.random.default_rng(_SEED).random(len(some), np.float32)
+                sums = await _ask(link, reference.activations(layer), some, layer, term, epoch, weights)
+                expected = weighted_sums(expected, weights, np.zeros(len(some), np.int32))
+                worst = _worse(worst, _compare(link, layer, some, "sums", sums, expected))
+                partial_sums = False  # how rows are added does not depend on the layer
     return worst
+
+
+def _compare(
+    link: PeerLink, layer: LayerExperts, experts: Sequence[int], what: str, actual: F32, expected: F32
+) -> Agreement:
+    agreement = compare(actual, expected)
+    if within_tolerance(agreement, frozenset(tensor.type for tensor in layer.tensors)):
+        return agreement
+    raise ExpertsUnavailable(
+        f"peer {link.name} computes something else than layer {layer.layer} of the model: its {what} differ by"
+        f" {agreement.median_relative_l2:.2g} (median relative L2) and {agreement.worst_relative_l2:.2g} at worst",
+        hint="Compare its version and model with the leader's; it gets no work until the probe passes.",
+        layer=layer.layer,
+        experts=list(experts),
+        peer=str(link.peer),
+        cause="bad_reply",
+    )
 
 
 def _worse(a: Agreement, b: Agreement) -> Agreement:
@@ -107,8 +122,16 @@ def _worse(a: Agreement, b: Agreement) -> Agreement:
     )
 
 
-async def _ask(link: PeerLink, layer: LayerExperts, x: F32, experts: Sequence[int], term: int, epoch: int) -> F32:
-    """One dispatch outside any request, and its rows."""
+async def _ask(
+    link: PeerLink,
+    x: F32,
+    experts: Sequence[int],
+    layer: LayerExperts,
+    term: int,
+    epoch: int,
+    weights: F32 | None = None,
+) -> F32:
+    """One dispatch outside any request, and its rows, or their sum by weights."""
     answers: list[Answer] = []
     arrived = trio.Event()
 
@@ -124,6 +147,7 @@ async def _ask(link: PeerLink, layer: LayerExperts, x: F32, experts: Sequence[in
         x=x,
         tokens=np.zeros(len(ids), np.int32),
         experts=ids,
+        weights=weights,
         n_out=layer.n_out,
         ask_f32=False,
         on_answer=on_answer,

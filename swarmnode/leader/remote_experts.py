@@ -2,7 +2,8 @@
 
 `RemoteExperts` is called from the decode thread, which blocks in `collect`; frames leave and answers arrive on the
 event loop. A dispatch hands all its frames over in one step and goes on; each answer is put into a queue that the
-decode thread reads. Rows go to their slots by the plan, so the result never depends on who answers first.
+decode thread reads. Rows go to their slots by the plan, and sums are added in the plan's order, so the result never
+depends on who answers first.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from backends.activations import quantize_q8_0
 from backends.experts import F32, I32
 from backends.manifest import LayerExperts
 from capabilities.errors import ExpertsUnavailable, NotReady, PeerMistake, SwarmError
+from scheduler.combine import add_partials, sum_rows
 from scheduler.dispatch import LayerRouting, PeerRows, Plan, check_reply, deadline_s, gather, plan
 from swarmnode.expert_messages import Activations, dispatch_rows_max, dispatch_tokens_max, encode_notice
 from swarmnode.leader.link import Answer, PeerLink
@@ -45,11 +47,19 @@ class Routing:
 
 @dataclass(slots=True)
 class _Part:
-    """One frame's worth of a dispatch: tokens from `start` on, and what each peer owes for them."""
+    """One frame's worth of a dispatch: tokens from `start` on, and what each peer owes for them.
+
+    `groups`: rows are asked for although sums are wanted, since a holder is replaced; they are added by this plan.
+    """
 
     start: int
     plan: Plan
+    groups: Plan | None = None
     replies: dict[str, F32] = field(default_factory=dict)
+
+
+_Outgoing = tuple[int, PeerRows, Activations, F32 | None]
+"""One peer's frame: the index of its part, what it is asked for, activations, and weights [R] if for sums."""
 
 
 @dataclass(slots=True)
@@ -58,6 +68,7 @@ class _Exchange:
     layer: LayerExperts
     links: Mapping[str, PeerLink]
     ids_shape: tuple[int, int]
+    weights: F32 | None  # [T, K] where sums are wanted
     parts: list[_Part]
     patience_s: float  # how much longer to wait for its answers
     open: int
@@ -118,9 +129,9 @@ class RemoteExperts:
         for link in routing.links.values():
             link.send_frame(notice)
 
-    def _send(self, routing: Routing, exchange: _Exchange, frames: list[tuple[int, PeerRows, Activations]]) -> None:
+    def _send(self, routing: Routing, exchange: _Exchange, frames: list[_Outgoing]) -> None:
         layer = exchange.layer
-        for index, part, x in frames:
+        for index, part, x, weights in frames:
 
             def on_answer(answer: Answer, index: int = index, peer: str = part.peer) -> None:
                 self._answers.put((exchange.number, index, peer, answer))
@@ -132,6 +143,7 @@ class RemoteExperts:
                 x=x,
                 tokens=part.tokens,
                 experts=part.experts,
+                weights=weights,
                 n_out=layer.n_out,
                 ask_f32=layer.layer in routing.ask_f32,
                 on_answer=on_answer,
@@ -150,17 +162,28 @@ class RemoteExperts:
             NotReady: no epoch has begun.
             ExpertsUnavailable: a chosen expert has no holder that can be reached.
         """
+        self._dispatch(layer, x, ids, None)
+
+    def dispatch_sum(self, layer: int, x: F32, ids: I32, weights: F32) -> None:
+        """The same for sums, by weights [T, K]. Raises as `dispatch` does."""
+        self._dispatch(layer, x, ids, weights)
+
+    def _dispatch(self, layer: int, x: F32, ids: I32, weights: F32 | None) -> None:
         routing, spec = self._routing, self._specs[layer]
         if routing is None:
             raise NotReady("the swarm has no placement that covers every expert", layer=layer)
         started = time.perf_counter()
         n_tokens, n_used = ids.shape
         step = max(1, min(n_tokens, dispatch_rows_max(spec.n_out) // n_used, dispatch_tokens_max(spec.n_in)))
+        table = routing.layers[layer]
+        groups = table.groups if weights is not None else None
         parts: list[_Part] = []
-        frames: list[tuple[int, PeerRows, Activations]] = []
+        frames: list[_Outgoing] = []
         quantized: Activations | None = None
         for start in range(0, n_tokens, step):
-            part = _Part(start, plan(ids[start : start + step], routing.layers[layer]))
+            some = ids[start : start + step]
+            part = _Part(start, plan(some, table), plan(some, groups) if groups is not None else None)
+            by_slot = None if weights is None or groups is not None else weights[start : start + step].reshape(-1)
             for rows in part.plan.parts:
                 if layer in routing.quantized.get(rows.peer, ()):
                     quantized = quantize_q8_0(x) if quantized is None else quantized
@@ -168,7 +191,7 @@ class RemoteExperts:
                 else:
                     source = x
                 chosen = source if len(rows.rows) == n_tokens else source[start + rows.rows]
-                frames.append((len(parts), rows, chosen))
+                frames.append((len(parts), rows, chosen, None if by_slot is None else by_slot[rows.slots]))
             parts.append(part)
         self._number += 1
         exchange = _Exchange(
@@ -176,23 +199,23 @@ class RemoteExperts:
             layer=spec,
             links=routing.links,
             ids_shape=(n_tokens, n_used),
+            weights=weights,
             parts=parts,
             patience_s=self._patience_s(routing, spec, frames),
             open=len(frames),
             started=started,
         )
         self._open[layer] = exchange
-        self._token.run_sync_soon(self._send, routing, exchange, frames)
+        self._send(routing, exchange, frames)
 
-    def _patience_s(
-        self, routing: Routing, spec: LayerExperts, frames: list[tuple[int, PeerRows, Activations]]
-    ) -> float:
+    def _patience_s(self, routing: Routing, spec: LayerExperts, frames: list[_Outgoing]) -> float:
         """How long every peer, at its measured rate, may take to answer all its frames."""
         rows: dict[str, int] = {}
         sizes: dict[str, int] = {}
-        for _, part, x in frames:
+        for _, part, x, weights in frames:
+            back = len(part.experts) if weights is None else len(x)
             rows[part.peer] = rows.get(part.peer, 0) + len(part.experts)
-            sizes[part.peer] = sizes.get(part.peer, 0) + x.nbytes + 4 * spec.n_out * len(part.experts)
+            sizes[part.peer] = sizes.get(part.peer, 0) + x.nbytes + 4 * spec.n_out * back
         waits = [deadline_s(n, sizes[peer], routing.links[peer].rate.rows_per_s) for peer, n in rows.items()]
         return max(waits, default=0.0)
 
@@ -203,21 +226,42 @@ class RemoteExperts:
             ExpertsUnavailable: a holder failed, refused, did not answer in time or answered nonsense; it names layer,
                 experts and peer.
         """
+        exchange = self._answered(layer)
+        out = np.empty((*exchange.ids_shape, exchange.layer.n_out), np.float32)
+        for part in exchange.parts:
+            gather(part.plan, part.replies, out[part.start : part.start + part.plan.n_tokens])
+        self._time(exchange)
+        return out
+
+    def collect_sum(self, layer: int) -> F32:
+        """Each token's total [T, n_out] of the last dispatch for sums of this layer. Raises as `collect` does."""
+        exchange = self._answered(layer)
+        totals = [self._totals(exchange, part) for part in exchange.parts]
+        self._time(exchange)
+        return totals[0] if len(totals) == 1 else np.concatenate(totals)
+
+    @staticmethod
+    def _totals(exchange: _Exchange, part: _Part) -> F32:
+        n_tokens, n_out = part.plan.n_tokens, exchange.layer.n_out
+        if part.groups is None:
+            return add_partials(part.plan, part.replies, n_out)
+        assert exchange.weights is not None
+        rows = np.empty((n_tokens, part.plan.n_used, n_out), np.float32)
+        gather(part.plan, part.replies, rows)
+        return sum_rows(part.groups, rows, exchange.weights[part.start : part.start + n_tokens])
+
+    def _answered(self, layer: int) -> _Exchange:
+        """The last dispatch of a layer, once all its answers are there."""
         exchange = self._open.pop(layer)
         while exchange.open:
             self._take_one(exchange)
-        n_tokens, n_used = exchange.ids_shape
-        out = np.empty((n_tokens, n_used, exchange.layer.n_out), np.float32)
-        for part in exchange.parts:
-            gather(part.plan, part.replies, out[part.start : part.start + part.plan.n_tokens])
-        self._time(n_tokens, time.perf_counter() - exchange.started)
-        return out
+        return exchange
 
-    def _time(self, n_tokens: int, seconds: float) -> None:
-        timing = self.timing
+    def _time(self, exchange: _Exchange) -> None:
+        timing, seconds = self.timing, time.perf_counter() - exchange.started
         timing.layers += 1
         timing.round_trip_s += seconds
-        if n_tokens == 1:
+        if exchange.ids_shape[0] == 1:
             timing.decode_layers += 1
             timing.decode_round_trip_s += seconds
 
@@ -237,8 +281,9 @@ class RemoteExperts:
             raise answer
         part = exchange.parts[index]
         rows = next(p for p in part.plan.parts if p.peer == peer)
+        summed = exchange.weights is not None and part.groups is None
         try:
-            check_reply(answer, rows, exchange.layer.layer, exchange.layer.n_out)
+            check_reply(answer, rows, exchange.layer.layer, exchange.layer.n_out, partial_sums=summed)
         except PeerMistake as mistake:
             raise ExpertsUnavailable(
                 mistake.message,

@@ -19,11 +19,11 @@ import trio
 from backends.device import Device
 from backends.llama import LlamaModel, LlamaSettings
 from backends.manifest import Manifest
-from backends.moe_hook import LearnedLayer, LearningHook, ServingHook
+from backends.moe_hook import LearnedLayer, LearningHook, PartialSumHook, ServingHook
 from capabilities.errors import BadModelFile, NotReady, SwarmError
 from scheduler.answer import Vocabulary
 from scheduler.batching import Batcher
-from swarmnode.config import Config
+from swarmnode.config import Combine, Config
 from swarmnode.durable import next_counter
 from swarmnode.leader.engine import DecodeEngine
 from swarmnode.leader.members import Member, Members
@@ -51,6 +51,7 @@ class ActiveModel:
     remote: RemoteExperts
     placer: Placer
     prompts: PromptService
+    combine: Combine
 
     @property
     def manifest(self) -> Manifest:
@@ -184,7 +185,8 @@ class Leader:
         )
         engine = DecodeEngine(model, remote, batcher)
         reference = ProbeReference(manifest, opened.served.source, Device(threads=self._threads))
-        settings = PlacerSettings(self._config.swarm.workers_expected, self._config.swarm.settle_s, config.activations)
+        swarm, sums = self._config.swarm, config.combine == "partial-sum"
+        settings = PlacerSettings(swarm.workers_expected, swarm.settle_s, config.activations, sums)
         placer = Placer(self._network, self.members, manifest, reference, remote, engine, settings, self.term)
         prompts = PromptService(
             engine,
@@ -195,7 +197,7 @@ class Leader:
             remote.begin_request,
             remote.end_request,
         )
-        self.active = ActiveModel(opened, model, engine, remote, placer, prompts)
+        self.active = ActiveModel(opened, model, engine, remote, placer, prompts, config.combine)
         engine.start()
         _log.info("leader.model_loaded", model=manifest.name, term=self.term, context_tokens=model.context_tokens)
         try:
@@ -205,7 +207,7 @@ class Leader:
                 await engine.stop()
 
     def _load_trunk(self, opened: OpenModel, remote: RemoteExperts) -> LlamaModel:
-        """Load the trunk, and check that its layers are those of the manifest."""
+        """Load the trunk, and check that its layers are those of the manifest and can be combined as configured."""
         config = self._config.leader
         settings = LlamaSettings(
             context_tokens=config.context_tokens,
@@ -216,12 +218,17 @@ class Leader:
         )
         learning = LearningHook()
         model = LlamaModel(opened.trunk, settings, learning)
-        n = min(_LEARN_TOKENS, settings.batch_tokens)
-        tokens = np.arange(1, n + 1, dtype=np.int32) % model.vocabulary.n_vocab
-        model.decode(tokens, np.arange(n, dtype=np.int32), np.zeros(n, np.int32), np.ones(n, bool))
-        model.clear_all()
-        _check_layers(opened.manifest, learning.layers)
-        model.hook = ServingHook(learning.layers.values(), remote)
+        try:
+            n = min(_LEARN_TOKENS, settings.batch_tokens)
+            tokens = np.arange(1, n + 1, dtype=np.int32) % model.vocabulary.n_vocab
+            model.decode(tokens, np.arange(n, dtype=np.int32), np.zeros(n, np.int32), np.ones(n, bool))
+            model.clear_all()
+            _check_layers(opened.manifest, learning.layers)
+            hook = ServingHook if config.combine == "router-order" else PartialSumHook
+            model.hook = hook(learning.layers.values(), remote)
+        except BaseException:
+            model.close()
+            raise
         return model
 
     # -- members ------------------------------------------------------------------------------------------------

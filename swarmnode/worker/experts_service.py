@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from backends.activations import dequantize_q8_0
 from backends.experts import F32
 from capabilities.errors import Internal, PeerMistake, SwarmError
+from scheduler.combine import weighted_sums
 from swarmnode import limits
 from swarmnode.expert_messages import (
     PROTOCOL,
@@ -129,14 +130,15 @@ class ExpertsService:
         return encode_reply(head.sequence, compute_us, y)
 
     async def _compute(self, held: ExpertSet, dispatch: Dispatch) -> tuple[F32, int]:
-        """The experts' rows [n_rows, n_out] and the time that they took, in microseconds."""
+        """The experts' rows [n_rows, n_out] or sums [n_tokens, n_out], and the time that they took, in microseconds."""
         head = dispatch.head
 
         def run() -> F32:
             x = dequantize_q8_0(cast(U8, dispatch.x)) if head.dtype == Q8_0 else cast(F32, dispatch.x)
-            return held.backend.compute(
+            y = held.backend.compute(
                 head.layer, x, dispatch.tokens, dispatch.experts, ask_f32=dispatch.f32_accumulation
             )
+            return y if dispatch.weights is None else weighted_sums(y, dispatch.weights, dispatch.tokens)
 
         rate = self.statistics.rows_per_s
         async with self.epochs.computing:
