@@ -206,7 +206,7 @@ class RemoteExperts:
             started=started,
         )
         self._open[layer] = exchange
-        self._send(routing, exchange, frames)
+        self._token.run_sync_soon(self._send, routing, exchange, frames)
 
     def _patience_s(self, routing: Routing, spec: LayerExperts, frames: list[_Outgoing]) -> float:
         """How long every peer, at its measured rate, may take to answer all its frames."""
