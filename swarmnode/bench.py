@@ -19,9 +19,12 @@ import psutil
 
 from backends.demo_model import ensure_demo_model
 from backends.ggml import allow_wide_kernels
+from backends.learn import learn
+from backends.moe_hook import sum_point_of
 from backends.synthetic import OLMOE_1B_7B, write_random_model
 from capabilities.errors import UsageError
 from scheduler.sampling import SamplingParams
+from swarmnode.config import Combine
 from swarmnode.local_swarm import LocalSwarm
 from swarmnode.paths import shared_cache_folder
 from swarmnode.prompt_messages import Ask, new_request_id
@@ -45,6 +48,7 @@ def run_bench(
     progress: Progress,
     rounds: int = ROUNDS,
     fast: bool = False,
+    combine: Combine = "router-order",
 ) -> dict[str, Any]:
     """Measure; the result is what `--json` prints. `model`: a file, `demo`, or a synthetic shape by name.
 
@@ -56,6 +60,9 @@ def run_bench(
     if fast:
         allow_wide_kernels()
     path = find_model(model, progress)
+    if combine == "partial-sum":  # a leader would only wait for another model
+        for learned in learn(path, ()).layers.values():
+            sum_point_of(learned)
     context = prompt_tokens + tokens + _CONTEXT_ROOM
     result: dict[str, Any] = {
         "model": model,
@@ -65,12 +72,13 @@ def run_bench(
         "tokens": tokens,
         "rounds": rounds,
         "fast": fast,
+        "combine": combine,
     }
     root = Path(tempfile.mkdtemp(prefix="swarmnode-bench-"))
     undivided = Undivided(path, context_tokens=context, threads=THREADS, fast=fast)
     try:
         prompt = _prompt(undivided, prompt_tokens)
-        leader = {"leader": {"context_tokens": context, "parallel": 1, "fast": fast}}
+        leader = {"leader": {"context_tokens": context, "parallel": 1, "fast": fast, "combine": combine}}
         with LocalSwarm(root, workers, leader=leader, each={"compute": {"threads": THREADS}}) as swarm:
             swarm.add_model(path, progress)
             swarm.wait_ready(progress)

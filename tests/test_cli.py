@@ -14,14 +14,14 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import trio
 
 from capabilities.errors import ContextLengthExceeded, ExpertsUnavailable, NoDaemon
 from swarmnode.cli import common, ctl, daemon, progress
-from swarmnode.config import default_text
+from swarmnode.config import Combine, default_text
 from swarmnode.control import ControlReply, serve_control
 from swarmnode.paths import find_paths
 
@@ -38,6 +38,7 @@ STATUS = {
     "model": {
         "name": "demo",
         "architecture": "deepseek",
+        "combine": "partial-sum",
         "coverage": {"min_copies": 0, "missing": [{"layer": layer, "expert": 3} for layer in range(30)]},
     },
     "requests": {"running": 1, "waiting": 0, "finished": 12, "failed": 0},
@@ -287,6 +288,7 @@ def test_status_fits_and_is_plain_without_a_terminal(run: Run) -> None:
     assert max(map(len, out.splitlines())) <= 80
     assert "not ready: attic is loading" in out
     assert "30 experts missing (layer/expert 0/3, 1/3" in out
+    assert re.search(r"combine +partial-sum", out)
     assert re.search(rf"this peer +{PEER} *\n +/ip4/192.168.100.100/tcp/11436 *\n", out)
     assert re.search(r"attic-with-\S+ hCsVYM2X worker +loading 45 % +ggml +160 +0.2 0.1.0", out)
     assert "the disk is full" in out
@@ -453,6 +455,15 @@ def test_bench_shows_ratios(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     out = capfd.readouterr().out
     assert re.search(r"decode +100 +80 +0\.80", out)
     assert "layer rtt ms  0.91" in out
+
+
+def test_bench_passes_on_how_to_combine(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    assert get_args(Combine) == ctl.COMBINES
+    _module(monkeypatch, "swarmnode.bench", run_bench=lambda *_, combine, **__: {"combine": combine})
+    for words, combine in (([], "router-order"), (["--combine", "partial-sum"], "partial-sum")):
+        assert common.main(ctl.swarmctl, "swarmctl", ["bench", "--json", *words]) == 0
+        assert json.loads(capfd.readouterr().out) == {"combine": combine}
+    assert common.main(ctl.swarmctl, "swarmctl", ["bench", "--combine", "sum"]) == 2
 
 
 def test_check_of_a_broken_file_is_one_line_and_status_1(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from swarmnode.control_client import REQUEST_LINE_BYTES_MAX, Call, request
 from swarmnode.printable import printable_text
 
 SEED_MAX = 2**64 - 1
+COMBINES = ("router-order", "partial-sum")  # config.Combine, which takes long to import
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -166,6 +167,10 @@ def _say_how_to_reach(peers: list[dict[str, Any]]) -> None:
 @click.option("--prompt-tokens", type=click.IntRange(1), default=128, show_default=True)
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens to generate.")
 @click.option("--fast", is_flag=True, help="Both without batch invariance, to see what it costs.")
+@click.option(
+    "--combine", type=click.Choice(COMBINES), default=COMBINES[0], show_default=True,
+    help="Whether workers send a row for each expert, or one sum a token."
+)  # fmt: skip
 @common_options
 @pass_settings
 def bench(settings: Settings, /, model: str, **options: Any) -> None:

@@ -38,6 +38,7 @@ def print_status(status: Mapping[str, Json]) -> None:
     table.add_row("leader", f"{_text(names.get(leader))} ({_short(leader)})" if leader else "none")
     table.add_row("term, epoch", f"{_text(status.get('term'))}, {_text(status.get('epoch'))}")
     table.add_row("model", _model(_dict(status.get("model"))))
+    table.add_row("combine", _text(_dict(status.get("model")).get("combine")))
     requests = _dict(status.get("requests"))
     table.add_row("requests", ", ".join(f"{_text(count)} {_text(kind)}" for kind, count in requests.items()) or "-")
     table.add_row("this peer", _text(status.get("self")))
