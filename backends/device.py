@@ -97,11 +97,20 @@ class Device:
     def _set_threads(self, threads: int) -> None:
         if address := self._procedure("ggml_backend_set_n_threads"):
             ct.CFUNCTYPE(None, ct.c_void_p, ct.c_int)(address)(self.backend, threads)
-        new, attach = self._procedure("ggml_threadpool_new"), self._procedure("ggml_backend_cpu_set_threadpool")
-        if threads > 1 and new and attach:  # without one, each graph would create and end its threads
-            params = _ThreadpoolParams(n_threads=threads, poll=_POLL)
-            pool = ct.CFUNCTYPE(ct.c_void_p, ct.POINTER(_ThreadpoolParams))(new)(ct.byref(params))
+        attach = self._procedure("ggml_backend_cpu_set_threadpool")
+        if attach and (pool := self.new_threadpool(threads)):
             ct.CFUNCTYPE(None, ct.c_void_p, ct.c_void_p)(attach)(self.backend, pool)
+
+    def new_threadpool(self, threads: int) -> int:
+        """A pool of CPU threads that lasts as long as the process, 0 where there is none.
+
+        Without one, every graph that is computed would create its threads and end them.
+        """
+        new = self._procedure("ggml_threadpool_new")
+        if not new:
+            return 0
+        params = _ThreadpoolParams(n_threads=threads, poll=_POLL)
+        return int(ct.CFUNCTYPE(ct.c_void_p, ct.POINTER(_ThreadpoolParams))(new)(ct.byref(params)) or 0)
 
     def _extra_buffer_types(self) -> tuple[int, ...]:
         """Buffer types that llama.cpp tries before the ordinary one, such as the CPU's repacked layout."""

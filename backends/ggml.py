@@ -285,6 +285,10 @@ def read_tensor(lib: Library, address: int, dtype: type[np.generic]) -> NDArray[
     if any(n == 0 for n in ne):
         return np.empty(ne[::-1], dtype)
     nbytes = sum(b * (n - 1) for n, b in zip(ne, nb, strict=True)) + nb[0]
+    if nbytes == 4 * ne[0] * ne[1] * ne[2] * ne[3] and lib.ggml_backend_buffer_is_host(t.buffer):
+        out = np.empty(ne[::-1], dtype)
+        ct.memmove(out.ctypes.data, t.data, nbytes)
+        return out
     if lib.ggml_backend_buffer_is_host(t.buffer):
         raw: Any = (ct.c_char * nbytes).from_address(t.data)
     else:

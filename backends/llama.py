@@ -67,6 +67,11 @@ _ERRORS_KEPT: Final = 8
 _last_errors: list[str] = []
 
 
+@cache
+def _threadpool(device: str, threads: int) -> int:
+    return Device(device, threads=threads).new_threadpool(threads)
+
+
 def _start_library() -> None:
     library()  # checks the version, and chooses batch-invariant kernels before any runs
     lc.llama_log_set(_collect_log, ct.c_void_p(0))
@@ -96,6 +101,7 @@ class LlamaModel:
         except BaseException:
             lc.llama_model_free(self._model)
             raise
+        self._attach_threadpool()
         self.vocabulary = Vocabulary(self._model)
         self._memory = lc.llama_get_memory(self._context)
         self._batch = lc.llama_batch_init(settings.batch_tokens, 0, 1)
@@ -136,6 +142,13 @@ class LlamaModel:
             self._callback = lc.ggml_backend_sched_eval_callback(self._on_node)
             params.cb_eval = self._callback
         return lc.llama_init_from_model(self._model, params)
+
+    def _attach_threadpool(self) -> None:
+        """Threads that stay: each part of a graph between two stops of the hook would start its own otherwise."""
+        cpu = next((d.name for d in list_devices() if d.is_cpu), None)
+        if self.settings.threads > 1 and cpu is not None and (pool := _threadpool(cpu, self.settings.threads)):
+            attach = ct.CFUNCTYPE(None, ct.c_void_p, ct.c_void_p, ct.c_void_p)(("llama_attach_threadpool", lc._lib))
+            attach(self._context, pool, pool)
 
     def _on_node(self, node: int, ask: bool, user_data: int) -> bool:
         return self.hook is not None and self.hook.callback(node, ask)
