@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from capabilities.errors import UsageError
+from swarmnode.cli.belonging import open_store, publish, show
 from swarmnode.cli.common import Settings, common_options, pass_settings
 from swarmnode.cli.passphrase import NEW_PASSPHRASE_VARIABLE, new_passphrase, passphrase, passphrase_option
-from swarmnode.cli.swarm import open_store, publish, show
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 

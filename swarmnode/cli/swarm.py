@@ -1,30 +1,23 @@
-"""`swarmctl init`, `join`, `invite`, `leave`, `ban` and `backbone`: belonging to a swarm, and the owner's say in it.
-
-Whatever the owner's key signs is signed here, in the command; the daemon gets the signed records. Where no daemon runs,
-commands that need none work on the data folder themselves, and the daemon finds the result when it starts.
-"""
+"""`swarmctl init`, `join`, `invite`, `leave`, `ban` and `backbone`: belonging to a swarm, and the owner's say in it."""
 
 from __future__ import annotations
 
-import base64
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from capabilities.errors import NoDaemon, UsageError
+from capabilities.errors import UsageError
 from swarmnode.cli import common
+from swarmnode.cli.belonging import base64_text, call, open_store, publish, show, unlock
 from swarmnode.cli.common import Settings, common_options, pass_settings
-from swarmnode.cli.passphrase import new_passphrase, passphrase, passphrase_option
+from swarmnode.cli.owner import owner
+from swarmnode.cli.passphrase import new_passphrase, passphrase_option
 from swarmnode.control_client import request
 from swarmnode.printable import printable_line
-
-if TYPE_CHECKING:
-    from swarmnode.swarm.owner_key import OwnerKey
-    from swarmnode.swarm.store import SwarmStore
 
 DISCLOSURE = """\
 Before you join, know who sees what:
@@ -34,51 +27,6 @@ Ask a swarm only what its members may know, and keep what passes through this ma
 TOKEN_CHARS_MAX = 8_192
 PEER_ID_CHARS_MIN = 46  # of RSA keys; those of Ed25519 keys have 52
 _UNITS = {"m": 60, "h": 3_600, "d": 86_400}
-
-
-def call(settings: Settings, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The daemon's answer, with `daemon` true; without a daemon the command's own, with `daemon` false."""
-    try:
-        return {**request(settings.socket, method, params), "daemon": True}
-    except NoDaemon:
-        from swarmnode import logs
-        from swarmnode.paths import find_paths
-        from swarmnode.swarm.offline import run_offline
-
-        logs.configure("warning", "auto")
-        return {**run_offline(find_paths(settings.data_dir), method, params), "daemon": False}
-
-
-def open_store(settings: Settings) -> SwarmStore:
-    """What the data folder knows of its swarm, to be read only: a daemon may be writing it."""
-    from swarmnode.paths import find_paths
-    from swarmnode.swarm.store import SwarmFiles, SwarmStore
-
-    return SwarmStore.open(SwarmFiles(find_paths(settings.data_dir).data))
-
-
-def unlock(store: SwarmStore, passphrase_file: Path | None) -> OwnerKey:
-    """The owner's key of the swarm. BadOwnerKey if it is not here, or the passphrase is wrong."""
-    record = store.need()
-    sealed = store.files.owner_key(record.swarm).read(record.chain.current)
-    return sealed.unlock(passphrase(passphrase_file))
-
-
-def publish(settings: Settings, news: Iterable[bytes]) -> dict[str, Any]:
-    """Hand over what the owner signed."""
-    return call(settings, "swarm_hear", {"news": [_base64(each) for each in news]})
-
-
-def show(settings: Settings, result: Mapping[str, Any], text: str) -> None:
-    """The result for a machine, or a sentence for a person."""
-    if settings.json:
-        common.print_json(result)
-    else:
-        click.echo(printable_line(text))
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode()
 
 
 # -- entering and leaving ----------------------------------------------------------------------------------------------
@@ -107,7 +55,7 @@ def init(settings: Settings, name: str, passphrase_file: Path | None) -> None:
     founding = Founding.draft(name, call(settings, "swarm_info", {})["peer_id"], key)
     file = store.files.owner_key(founding.chain.swarm)
     file.save(key.seal(founding.chain.swarm, words))  # first: without its key a swarm would be lost
-    chain, backbone_set = _base64(founding.chain.to_bytes()), _base64(founding.backbone.to_bytes())
+    chain, backbone_set = base64_text(founding.chain.to_bytes()), base64_text(founding.backbone.to_bytes())
     params = {"name": name, "chain": chain, "backbone": backbone_set}
     result = {**call(settings, "swarm_init", params), "owner_key": str(file.path)}
     show(settings, result, f"The swarm {name} is made. Its owner's key is in {file.path}; keep a copy elsewhere.")
@@ -332,5 +280,9 @@ def remove(settings: Settings, peer: str, passphrase_file: Path | None) -> None:
 
 
 def _propose(settings: Settings, backbone_set: bytes, text: str) -> None:
-    result = request(settings.socket, "swarm_backbone_propose", {"backbone": _base64(backbone_set)})
+    result = request(settings.socket, "swarm_backbone_propose", {"backbone": base64_text(backbone_set)})
     show(settings, result, f"{text}: version {result['version']} acts once the members have stored it.")
+
+
+COMMANDS = (init, join, leave, invite, ban, backbone, owner)
+"""For `swarmctl.add_command`."""

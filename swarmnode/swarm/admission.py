@@ -114,11 +114,11 @@ class AdmissionService:
             return Refused(Internal("the inviting peer cannot write to its disk", hint=hint))
 
     async def _converse(self, stream: Stream) -> Reply:
+        opening = decode_opening(await read_frame(stream, limits.JOIN_REQUEST))
         record = self._store.need()
         if record.bans.is_banned(stream.peer):
             raise _banned()
         self._attempts.check(stream.peer, trio.current_time())
-        opening = decode_opening(await read_frame(stream, limits.JOIN_REQUEST))
         if isinstance(opening, Seat):
             if opening.swarm != record.swarm:
                 raise NotAdmitted("this peer belongs to another swarm")

@@ -177,7 +177,7 @@ def moment(unix_s: float) -> str:
 def duration(seconds: float) -> str:
     """About how long, for people."""
     for unit, size in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
-        if (count := round(seconds / size)) >= 2:
+        if (count := int(seconds // size)) >= 2:
             return f"{count} {unit}s"
     return f"{max(0, round(seconds))} seconds"
 
