@@ -135,6 +135,7 @@ async def test_expired_by_the_issuers_clock(tmp_path: Path) -> None:
         with pytest.raises(NotAdmitted, match="expired 60 minutes ago, by the inviting peer's clock") as error:
             await join(at.newcomer, at.founder.invite(at.address, lifetime_s=3_600))
         assert cause(error) == "expired"
+        assert "That clock says 2027-01-15 10:00 (UTC)" in error.value.hint
 
 
 async def test_revoked(tmp_path: Path) -> None:

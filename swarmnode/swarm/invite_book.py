@@ -20,7 +20,7 @@ from swarmnode import limits
 from swarmnode.durable import write_whole
 from swarmnode.swarm.blobs import join_blobs, split_blobs
 from swarmnode.swarm.errors import NotAdmitted
-from swarmnode.swarm.invites import INVITE_ID_BYTES, VERIFIER_BYTES, Invite, duration, proof_fits
+from swarmnode.swarm.invites import INVITE_ID_BYTES, VERIFIER_BYTES, Invite, duration, moment, proof_fits
 
 KEPT_SECONDS: Final = 31 * 86_400
 """An invite that has ended is remembered so long, so that who comes late learns why it is refused."""
@@ -171,7 +171,8 @@ class InviteBook:
                 raise NotAdmitted("the invite was revoked", cause=state)
             if state == "expired":
                 ago = duration(now_s - issued.expires_at_s)
-                raise NotAdmitted(f"the invite expired {ago} ago, by the inviting peer's clock", cause=state)
+                hint = f"Ask for a new invite. That clock says {moment(now_s)} (UTC); if it is wrong, it must be set."
+                raise NotAdmitted(f"the invite expired {ago} ago, by the inviting peer's clock", hint=hint, cause=state)
             if newcomer in issued.used_by:
                 return issued
             if state == "used_up":
