@@ -299,18 +299,19 @@ async def test_a_link_that_fails_in_service_is_replaced_after_a_probe(autojump_c
 
 
 async def test_a_share_that_changes_during_its_probe_is_probed_again(autojump_clock: MockClock) -> None:
-    async with leader_lab(expected=2, settle_s=1.0) as lab:
-        one, two = await pair(lab)
-        lab.hub.set_delay(lab.network.peer_id, one.peer, 0.2)  # probes of the second epoch take a while
+    async with leader_lab(expected=2, settle_s=0.1) as lab:
+        one, _ = await pair(lab)
         await settled(lab)
-        assert lab.ready
-        three = await lab.join("three")
-        await settled(lab, 1.1)
-        assert lab.placer.coverage.wanted is not None
-        await three.leave()
-        await settled(lab, REPLACE_AFTER_S + 5)
+        lab.hub.set_delay(lab.network.peer_id, one.peer, 0.2)  # two layers take 0.8 s to probe
+        await lab.join("three")
+        await settled(lab, 0.6)
+        assert (one.member.phase, lab.placer.coverage.wanted.epoch) == ("probing", 2)  # type: ignore[union-attr]
+        await lab.join("four")
+        await settled(lab, 0.2)
+        assert (one.member.phase, lab.placer.coverage.wanted.epoch) == ("loading", 3)  # type: ignore[union-attr]
+        await settled(lab, 3.0)
         assert (lab.ready, lab.placer.coverage.wanted, lab.placer.coverage.epoch) == (True, None, 3)
-        assert one.fake.begun[-1].epoch == two.fake.begun[-1].epoch == 3
+        assert [begin.epoch for begin in one.fake.begun][-1] == 3
 
 
 async def test_members_who_left_make_room_for_those_who_come(autojump_clock: MockClock) -> None:

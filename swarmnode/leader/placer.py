@@ -303,7 +303,6 @@ class Placer:
     async def _run_link(self, member: Member, link: PeerLink) -> None:
         await link.run(self._network)
         if member.link is link:
-            member.proven.clear()
             self._publish()
             if link.closed is not None and not member.silent and member.peer not in self._proving:
                 self._failed(member, link.closed)
