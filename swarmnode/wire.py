@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, NoReturn, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Never, NoReturn, Protocol
 
 import msgpack
 import numpy as np
@@ -65,11 +65,8 @@ async def read_frame(
     Raises PeerMistake when the frame breaks `allowed` or its header is not msgpack within limits, and whatever the
     stream raises when it ends or breaks. It has no deadline of its own: only the caller knows what to expect when.
     """
-    header_bytes, payload_bytes = _LENGTHS.unpack(await stream.receive_exactly(LENGTHS_BYTES))
-    if not 0 < header_bytes <= allowed.header_bytes:
-        raise PeerMistake(f"a frame announced a header of {header_bytes} bytes, not 1 to {allowed.header_bytes}")
-    if payload_bytes > allowed.payload_bytes:
-        raise PeerMistake(f"a frame announced {payload_bytes} bytes of payload, over {allowed.payload_bytes}")
+    lengths = _LENGTHS.unpack(await stream.receive_exactly(LENGTHS_BYTES))
+    header_bytes, payload_bytes = _check_lengths(lengths, allowed)
     if payload_bytes <= limits.EAGER_PAYLOAD_BYTES:
         data = await stream.receive_exactly(header_bytes + payload_bytes)
         # A copy of its own, not a view: NumPy is fast only on aligned memory.
@@ -78,6 +75,64 @@ async def read_frame(
     if check is not None:
         check(header, payload_bytes)
     return Frame(header, await stream.receive_exactly(payload_bytes))
+
+
+class FrameStream(Readable, Protocol):
+    """What serve_frames needs of a stream (net.interface.Stream)."""
+
+    def peek(self) -> bytearray: ...
+
+    def receive_nowait(self, n: int) -> bytes: ...
+
+    async def arrivals(self, take: Callable[[], bool]) -> None: ...
+
+
+Later = Callable[[], Awaitable[None]]
+
+
+async def serve_frames(
+    stream: FrameStream,
+    allowed: FrameLimits,
+    handle: Callable[[Frame], Later | None],
+    check: Callable[[Header, int], object] | None = None,
+) -> Never:
+    """Hand every frame of `stream` to `handle`, a small one in the very moment in which its last byte arrives.
+
+    `handle` must be quick; what takes time it returns, to be awaited before the next frame is looked at. `check` is
+    that of read_frame. Raises what read_frame raises, and what `handle` and the rest of its work raise.
+    """
+    later: list[Later] = []
+
+    def take() -> bool:
+        while len(buffer := stream.peek()) >= LENGTHS_BYTES:
+            header_bytes, payload_bytes = _check_lengths(_LENGTHS.unpack_from(buffer), allowed)
+            total = LENGTHS_BYTES + header_bytes + payload_bytes
+            if payload_bytes > limits.EAGER_PAYLOAD_BYTES:
+                return False
+            if len(buffer) < total:
+                return True
+            data = stream.receive_nowait(total)
+            header_end = LENGTHS_BYTES + header_bytes
+            rest = handle(Frame(decode_header(data[LENGTHS_BYTES:header_end], allowed), data[header_end:]))
+            if rest is not None:
+                later.append(rest)
+                return False
+        return True
+
+    while True:
+        await stream.arrivals(take)
+        rest = later.pop() if later else handle(await read_frame(stream, allowed, check))
+        if rest is not None:
+            await rest()
+
+
+def _check_lengths(lengths: tuple[int, int], allowed: FrameLimits) -> tuple[int, int]:
+    header_bytes, payload_bytes = lengths
+    if not 0 < header_bytes <= allowed.header_bytes:
+        raise PeerMistake(f"a frame announced a header of {header_bytes} bytes, not 1 to {allowed.header_bytes}")
+    if payload_bytes > allowed.payload_bytes:
+        raise PeerMistake(f"a frame announced {payload_bytes} bytes of payload, over {allowed.payload_bytes}")
+    return lengths
 
 
 def split_frame(data: bytes, allowed: FrameLimits) -> tuple[Frame, int]:

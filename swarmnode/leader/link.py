@@ -8,6 +8,8 @@ Everything here is on the event loop; answers come back through a callback of ea
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ from swarmnode.expert_messages import (
     encode_dispatch,
 )
 from swarmnode.net.interface import Network, NetworkError, PeerId, Stream
-from swarmnode.wire import read_frame
+from swarmnode.wire import Frame, serve_frames
 
 _log = structlog.get_logger(__name__)
 
@@ -77,7 +79,9 @@ class PeerLink:
         self._cause = self._reason = ""
         self._expected: dict[int, Expected] = {}
         self._open: dict[int, _Open] = {}
-        self._sequence = 0
+        self._sequences = itertools.count(1)
+        self._lock = threading.Lock()  # `_open` is filled by whoever sends, and emptied by the network's thread
+        self._token = trio.lowlevel.current_trio_token()
         self._stream: Stream | None = None
         self._outbox, self._to_send = trio.open_memory_channel[bytes](OUTBOX_MAX)
         self._up = trio.Event()
@@ -126,13 +130,12 @@ class PeerLink:
         on_answer: OnAnswer,
         weights: F32 | None = None,
     ) -> None:
-        """Send one dispatch; `on_answer` gets rows [R, n_out], or by weights [R] sums [T, n_out], or an error, once."""
+        """Send one dispatch, from any thread. `on_answer` is called once, on any thread.
+
+        It gets rows [R, n_out], or by weights [R] sums [T, n_out], or an error.
+        """
         named = tuple(sorted(set(experts.tolist())))
-        if self.closed is not None:
-            on_answer(self._unavailable(layer, named))
-            return
-        self._sequence += 1
-        sequence, rows = self._sequence, len(experts)
+        sequence, rows = next(self._sequences), len(experts)
         frame = encode_dispatch(
             term=term,
             epoch=epoch,
@@ -144,14 +147,22 @@ class PeerLink:
             weights=weights,
             f32_accumulation=ask_f32,
         )
-        self._expected[sequence] = Expected(rows if weights is None else len(x), n_out)
-        self._open[sequence] = _Open(layer, named, rows, time.perf_counter(), on_answer)
+        with self._lock:
+            closed = self.closed is not None
+            if not closed:
+                self._expected[sequence] = Expected(rows if weights is None else len(x), n_out)
+                self._open[sequence] = _Open(layer, named, rows, time.perf_counter(), on_answer)
+        if closed:
+            on_answer(self._unavailable(layer, named))
+            return
         s = self.statistics
         s.dispatches += 1
         s.rows += rows
         s.tokens += len(x)
         s.bytes_out += len(frame)
-        self.send_frame(frame)
+        waiting = self._outbox.statistics().current_buffer_used
+        if waiting or self._stream is None or not self._stream.send_from_thread(frame):
+            self._token.run_sync_soon(self.send_frame, frame)
 
     def send_frame(self, frame: bytes) -> None:
         """Send a frame, now or after those that wait; nothing happens on a link that is closed."""
@@ -168,12 +179,15 @@ class PeerLink:
 
     def fail(self, cause: str, reason: str) -> None:
         """Close the link: open dispatches fail now, later ones at once. The first reason stays."""
-        if self.closed is None:
-            self.closed = ExpertsUnavailable(f"peer {self.name} is gone: {reason}", peer=str(self.peer), cause=cause)
-            self._cause, self._reason = cause, reason
+        with self._lock:
+            if self.closed is None:
+                self._cause, self._reason = cause, reason
+                self.closed = ExpertsUnavailable(
+                    f"peer {self.name} is gone: {reason}", peer=str(self.peer), cause=cause
+                )
+            opened, self._open = self._open, {}
         self._up.set()
         self._scope.cancel()
-        opened, self._open = self._open, {}
         for dispatch in opened.values():
             self.statistics.failures += 1
             dispatch.on_answer(self._unavailable(dispatch.layer, dispatch.experts))
@@ -200,16 +214,19 @@ class PeerLink:
         def check(header: object, payload_bytes: int) -> None:
             check_answer(header, payload_bytes, self._expected)
 
-        while True:
-            frame = await read_frame(stream, limits.EXPERTS_REPLY, check)
+        def take(frame: Frame) -> None:
             self._take(decode_answer(frame, self._expected), len(frame.payload))
+
+        await serve_frames(stream, limits.EXPERTS_REPLY, take, check)
 
     def _take(self, answer: Reply | Failure, payload_bytes: int) -> None:
         if isinstance(answer, Failure):
             self.fail("refused", answer.error.message)
             return
         self._expected.pop(answer.sequence)
-        dispatch = self._open.pop(answer.sequence)
+        dispatch = self._open.pop(answer.sequence, None)
+        if dispatch is None:  # the link failed in the same breath, and whoever waited has heard
+            return
         elapsed = time.perf_counter() - dispatch.sent
         s = self.statistics
         s.bytes_back += payload_bytes + REPLY_OVERHEAD_BYTES

@@ -71,7 +71,8 @@ class _Exchange:
     weights: F32 | None  # [T, K] where sums are wanted
     parts: list[_Part]
     patience_s: float  # how much longer to wait for its answers
-    open: int
+    asked: int
+    answers: list[tuple[int, str, Answer]] = field(default_factory=list, kw_only=True)
     started: float
 
 
@@ -98,7 +99,7 @@ class RemoteExperts:
         self._specs = {spec.layer: spec for spec in layers}
         self._token = token
         self._routing: Routing | None = None
-        self._answers: queue.SimpleQueue[tuple[int, int, str, Answer]] = queue.SimpleQueue()
+        self._complete: queue.SimpleQueue[int] = queue.SimpleQueue()  # numbers of exchanges that are answered or failed
         self._number = 0
         self._open: dict[int, _Exchange] = {}
         self._begun: set[str] = set()
@@ -134,7 +135,12 @@ class RemoteExperts:
         for index, part, x, weights in frames:
 
             def on_answer(answer: Answer, index: int = index, peer: str = part.peer) -> None:
-                self._answers.put((exchange.number, index, peer, answer))
+                exchange.answers.append((index, peer, answer))
+                # The decode thread is woken once, for waking it costs more than to look at an answer. It goes first:
+                # the sleep gives it the interpreter, which this thread needs only to wait for the next message.
+                if len(exchange.answers) >= exchange.asked or isinstance(answer, SwarmError):
+                    self._complete.put(exchange.number)
+                    time.sleep(0)
 
             routing.links[part.peer].send(
                 term=routing.term,
@@ -202,11 +208,11 @@ class RemoteExperts:
             weights=weights,
             parts=parts,
             patience_s=self._patience_s(routing, spec, frames),
-            open=len(frames),
+            asked=len(frames),
             started=started,
         )
         self._open[layer] = exchange
-        self._token.run_sync_soon(self._send, routing, exchange, frames)
+        self._send(routing, exchange, frames)
 
     def _patience_s(self, routing: Routing, spec: LayerExperts, frames: list[_Outgoing]) -> float:
         """How long every peer, at its measured rate, may take to answer all its frames."""
@@ -253,8 +259,11 @@ class RemoteExperts:
     def _answered(self, layer: int) -> _Exchange:
         """The last dispatch of a layer, once all its answers are there."""
         exchange = self._open.pop(layer)
-        while exchange.open:
-            self._take_one(exchange)
+        while not self._is_complete(exchange):
+            if exchange.patience_s <= 0:
+                self._accept(exchange)
+                raise self._late(exchange)
+        self._accept(exchange)
         return exchange
 
     def _time(self, exchange: _Exchange) -> None:
@@ -265,35 +274,36 @@ class RemoteExperts:
             timing.decode_layers += 1
             timing.decode_round_trip_s += seconds
 
-    def _take_one(self, exchange: _Exchange) -> None:
+    def _is_complete(self, exchange: _Exchange) -> bool:
+        """Wait a moment for the answers; whether they are all there, or one is an error."""
         started = time.monotonic()
         try:
-            number, index, peer, answer = self._answers.get(timeout=_SLICE_S)
+            number = self._complete.get(timeout=_SLICE_S)
         except queue.Empty:
             exchange.patience_s -= _SLICE_S
-            if exchange.patience_s <= 0:
-                raise self._late(exchange) from None
-            return
+            return False
         exchange.patience_s -= min(time.monotonic() - started, _SLICE_S)
-        if number != exchange.number:  # an answer to a step that was aborted
-            return
-        if isinstance(answer, SwarmError):
-            raise answer
-        part = exchange.parts[index]
-        rows = next(p for p in part.plan.parts if p.peer == peer)
-        summed = exchange.weights is not None and part.groups is None
-        try:
-            check_reply(answer, rows, exchange.layer.layer, exchange.layer.n_out, partial_sums=summed)
-        except PeerMistake as mistake:
-            raise ExpertsUnavailable(
-                mistake.message,
-                layer=exchange.layer.layer,
-                experts=sorted(set(rows.experts.tolist())),
-                peer=peer,
-                cause="bad_reply",
-            ) from None
-        part.replies[peer] = answer
-        exchange.open -= 1
+        return number == exchange.number  # else it belongs to a step that was aborted
+
+    def _accept(self, exchange: _Exchange) -> None:
+        """Check what was answered. Raises the first error."""
+        for index, peer, answer in exchange.answers:
+            if isinstance(answer, SwarmError):
+                raise answer
+            part = exchange.parts[index]
+            rows = next(p for p in part.plan.parts if p.peer == peer)
+            summed = exchange.weights is not None and part.groups is None
+            try:
+                check_reply(answer, rows, exchange.layer.layer, exchange.layer.n_out, partial_sums=summed)
+            except PeerMistake as mistake:
+                raise ExpertsUnavailable(
+                    mistake.message,
+                    layer=exchange.layer.layer,
+                    experts=sorted(set(rows.experts.tolist())),
+                    peer=peer,
+                    cause="bad_reply",
+                ) from None
+            part.replies[peer] = answer
 
     def _late(self, exchange: _Exchange) -> ExpertsUnavailable:
         """The error that names the first peer that owes rows. Whoever owes some must prove itself again."""

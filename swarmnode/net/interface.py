@@ -103,6 +103,27 @@ class Stream(Protocol):
         """
         ...
 
+    def send_from_thread(self, data: bytes) -> bool:
+        """Like `send_nowait`, from another thread than the network's. False: hand `data` to the network's thread."""
+        ...
+
+    async def arrivals(self, take: Callable[[], bool]) -> None:
+        """Call `take()` whenever bytes have arrived, at once and in the network's own task, until it returns False.
+
+        `take` looks with `peek` and takes with `receive_nowait`; what it leaves is there for `receive_exactly`. It must
+        be quick and must not wait. It saves a hot path a pass of the scheduler for each message. Raises what `take`
+        raises, and like `receive_exactly` when nothing more will come.
+        """
+        ...
+
+    def peek(self) -> bytearray:
+        """What has arrived and was not received yet; not to be changed or kept."""
+        ...
+
+    def receive_nowait(self, n: int) -> bytes:
+        """The next `n` bytes of what `peek` shows."""
+        ...
+
     async def receive_exactly(self, n: int) -> bytes:
         """Exactly `n` bytes, n >= 0. Cancelling loses nothing: the next call starts at the same byte.
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -224,6 +225,7 @@ class _End:
     def __init__(self, network: MemoryNetwork, peer: PeerId, first_id: int) -> None:
         self.peer = peer
         self.turn = trio.Lock()
+        self.push_lock = threading.RLock()
         self.writable = True
         self._network = network
         self._hub = network.hub
@@ -276,6 +278,10 @@ class _End:
     def check_waits(self, now: float) -> None:
         for stream in list(self._streams.values()):
             stream.check_waits(now)
+
+    def send_data_from_thread(self, stream_id: int, data: bytes) -> bool:
+        """Never: what happens here happens in one thread, so that a run repeats exactly."""
+        return False
 
     def _add(self, stream_id: int, protocol: str) -> MuxerStream:
         stream = self._streams[stream_id] = MuxerStream(self, stream_id, self.peer)

@@ -15,6 +15,7 @@ closed when nothing comes back.
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -74,6 +75,8 @@ class Muxer:
         self._extra_window = 0
         self._accepted, self._to_accept = trio.open_memory_channel[MuxerStream](limits.INBOUND_STREAMS_MAX)
         self._output = bytearray()
+        self.push_lock = threading.RLock()
+        self._token = trio.lowlevel.current_trio_token()
         self._output_waiter = Waiter()
         self._drained_waiter = Waiter()
         self._header = bytearray()
@@ -242,17 +245,17 @@ class Muxer:
         """Seal and send; what the kernel does not take, `_write_output` sends. Never waits and never raises."""
         if self.closed.is_set():
             return
-        sealed = self.session.seal(frames)
-        if not self._output:
-            try:
-                sent = self._link.send_now(sealed)
-            except ConnectionLost as error:
-                self._end(str(error))
-                return
-            if sent == len(sealed):
-                return
-            sealed = sealed[sent:]
-        self._output += sealed
+        with self.push_lock:
+            rest = self.session.seal(frames)
+            if not self._output:
+                try:
+                    rest = rest[self._link.send_now(rest) :]
+                except ConnectionLost as error:
+                    self._end(str(error))
+                    return
+                if not rest:
+                    return
+            self._output += rest
         self._output_waiter.wake()
         if len(self._output) > limits.OUTPUT_BACKLOG_BYTES_MAX:
             self.break_off("the peer does not read what it asked for")
@@ -265,9 +268,25 @@ class Muxer:
                 await self._link.wait_writable()
             if scope.cancelled_caught:
                 raise RuleBroken(f"the peer read nothing for {limits.WRITE_STALL_SECONDS_MAX:.0f} s")
-            del self._output[: self._link.send_now(self._output)]
+            with self.push_lock:
+                del self._output[: self._link.send_now(self._output)]
             if not self._output:
                 self._drained_waiter.wake()
+
+    def send_data_from_thread(self, stream_id: int, data: bytes) -> bool:
+        """See StreamOwner. What the kernel does not take is left to the network's thread."""
+        if self.closed.is_set():
+            return False
+        frame = self.session.seal(_HEADER.pack(0, _DATA, 0, stream_id, len(data)) + data)
+        try:
+            sent = self._link.send_now(frame)
+        except ConnectionLost as error:
+            self._token.run_sync_soon(self._end, str(error))
+            return True  # the frame is lost with the connection
+        if sent < len(frame):
+            self._output += frame[sent:]
+            self._token.run_sync_soon(self._output_waiter.wake)
+        return True
 
     # --- Receiving ---
 

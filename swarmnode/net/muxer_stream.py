@@ -11,6 +11,8 @@ scheduler. Otherwise it is cut into frames that wait for credit and for their tu
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable
 from typing import Protocol
 
 import trio
@@ -30,6 +32,13 @@ class StreamOwner(Protocol):
         ...
 
     def send_data(self, stream_id: int, data: bytes | bytearray | memoryview) -> None: ...
+
+    push_lock: threading.RLock
+    """Held while credit is taken and bytes are sealed and given to the kernel: another thread may do that, too."""
+
+    def send_data_from_thread(self, stream_id: int, data: bytes) -> bool:
+        """With `push_lock` held, from any thread; False: nothing was sent."""
+        ...
 
     @property
     def turn(self) -> trio.Lock:
@@ -94,8 +103,10 @@ class MuxerStream:
         self.window = limits.FIRST_WINDOW_BYTES
         self._owner = owner
         self._buffer = bytearray()
-        self._wanted = 0
+        self._wanted: float = 0
         self._reader = Waiter()
+        self._taker: Callable[[], bool] | None = None
+        self._taker_error: Exception | None = None
         self._reader_since = math.inf
         self._granted_at = -math.inf
         self._send_credit = limits.FIRST_WINDOW_BYTES
@@ -124,18 +135,28 @@ class MuxerStream:
     def send_nowait(self, data: bytes | bytearray | memoryview) -> bool:
         """See interface.Stream."""
         n = data.nbytes if isinstance(data, memoryview) else len(data)
-        if (
-            n > self._send_credit
-            or n > limits.FRAME_PAYLOAD_BYTES
-            or not self._owner.writable
-            or self._send_turn.locked()
-        ):
-            return False
-        self._check_sending()
-        if n:
-            self._send_credit -= n
-            self._owner.send_data(self.stream_id, data.cast("B") if isinstance(data, memoryview) else data)
-        return True
+        with self._owner.push_lock:
+            if not self._may_send_at_once(n):
+                return False
+            self._check_sending()
+            if n:
+                self._send_credit -= n
+                self._owner.send_data(self.stream_id, data.cast("B") if isinstance(data, memoryview) else data)
+            return True
+
+    def _may_send_at_once(self, n: int) -> bool:
+        fits = n <= self._send_credit and n <= limits.FRAME_PAYLOAD_BYTES
+        return fits and self._owner.writable and not self._send_turn.locked()
+
+    def send_from_thread(self, data: bytes) -> bool:
+        """See interface.Stream."""
+        with self._owner.push_lock:
+            if not self._may_send_at_once(len(data)) or self._failure is not None or self._sent_end:
+                return False
+            sent = self._owner.send_data_from_thread(self.stream_id, data)
+            if sent:
+                self._send_credit -= len(data)
+            return sent
 
     async def _send_frames(self, rest: memoryview) -> None:
         started = False
@@ -149,9 +170,10 @@ class MuxerStream:
                 async with self._owner.turn:
                     await self._owner.drained()
                     self._check_sending()
-                    k = min(len(rest), self._send_credit, limits.FRAME_PAYLOAD_BYTES)
-                    self._send_credit -= k
-                    self._owner.send_data(self.stream_id, rest[:k])
+                    with self._owner.push_lock:
+                        k = min(len(rest), self._send_credit, limits.FRAME_PAYLOAD_BYTES)
+                        self._send_credit -= k
+                        self._owner.send_data(self.stream_id, rest[:k])
                 rest = rest[k:]
                 started = True
         except trio.Cancelled:
@@ -205,6 +227,37 @@ class MuxerStream:
         finally:
             self._reader_since = math.inf
         return b"".join(pieces)
+
+    async def arrivals(self, take: Callable[[], bool]) -> None:
+        """See interface.Stream."""
+        await trio.lowlevel.checkpoint()
+        self._taker = take
+        try:
+            while self._taker_goes_on():
+                self._check_receiving(clean=not self._buffer)
+                self._wanted = math.inf
+                self._reader_since = trio.current_time()
+                await self._reader.wait()
+        finally:
+            self._taker = None
+            self._reader_since = math.inf
+
+    def _taker_goes_on(self) -> bool:
+        """Let the taker look at what is there; whether it wants to be called again."""
+        if self._taker_error is not None:
+            error, self._taker_error = self._taker_error, None
+            raise error
+        return self._taker is not None and (not self._buffer or self._taker())
+
+    def peek(self) -> bytearray:
+        """See interface.Stream."""
+        return self._buffer
+
+    def receive_nowait(self, n: int) -> bytes:
+        """See interface.Stream."""
+        if n > len(self._buffer):
+            raise ValueError(f"{n} bytes of {len(self._buffer)}")
+        return bytes(self._take(n))
 
     async def receive_some(self, most: int | None = None) -> bytes:
         """At least one byte, at most `most`: what has arrived. For libp2p's own protocols."""
@@ -325,12 +378,25 @@ class MuxerStream:
             return
         self._buffer += data
         self._account(len(data))
-        if len(self._buffer) >= self._wanted:
+        if self._taker is not None:
+            self._let_taker_look()
+        elif len(self._buffer) >= self._wanted:
             self._reader.wake()
+
+    def _let_taker_look(self) -> None:
+        """What a taker raises belongs to the task that waits in `arrivals`, not to the muxer."""
+        try:
+            if self._taker_goes_on():
+                return
+        except Exception as error:
+            self._taker_error = error
+        self._taker = None
+        self._reader.wake()
 
     def receive_credit(self, n: int) -> bool:
         """The peer grants `n` bytes; False if that is more than any peer can mean."""
-        self._send_credit += n
+        with self._owner.push_lock:
+            self._send_credit += n
         self._sender.wake()
         return self._send_credit <= limits.SEND_WINDOW_BYTES_MAX
 

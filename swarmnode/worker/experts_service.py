@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, cast
 
 import numpy as np
@@ -33,7 +34,7 @@ from swarmnode.expert_messages import (
     request_head,
 )
 from swarmnode.net.interface import Network, PeerId, Stream, StreamClosed
-from swarmnode.wire import Q8_0, Frame, Header, read_frame
+from swarmnode.wire import Q8_0, Frame, Header, Later, serve_frames
 from swarmnode.worker.epochs import Epochs, ExpertSet
 
 _log = structlog.get_logger(__name__)
@@ -84,12 +85,7 @@ class ExpertsService:
             await stream.reset()
             return
         try:
-            while True:
-                frame = await read_frame(stream, limits.EXPERTS_REQUEST, self._check_header)
-                answer = await self._answer(frame)
-                if answer is not None and not stream.send_nowait(answer):
-                    with trio.fail_after(limits.SEND_SECONDS_MAX):
-                        await stream.send(answer)
+            await serve_frames(stream, limits.EXPERTS_REQUEST, partial(self._take, stream), self._check_header)
         except StreamClosed:
             return
         except PeerMistake as error:  # the framing itself is broken: nothing after it can be trusted
@@ -109,47 +105,63 @@ class ExpertsService:
         if layer is not None:  # another epoch gets a typed failure, once its bytes are out of the way
             check_dispatch(head, payload_bytes, layer)
 
-    async def _answer(self, frame: Frame) -> bytes | None:
+    def _take(self, stream: Stream, frame: Frame) -> Later | None:
+        """Answer a short dispatch at once; what is left to do for any other is returned."""
         head = request_head(frame.header)
         if isinstance(head, Notice):
             self._notice(head)
             return None
+        if self.epochs.computing.locked() or not self._is_short(head):
+            return partial(self._answer_later, stream, head, frame)
         try:
-            held, layer = self.epochs.layer_of(head)
-            dispatch = decode_dispatch(head, frame.payload, layer)
-            y, compute_us = await self._compute(held, dispatch)
-        except PeerMistake as error:
-            self._refuse(self.leader, error)
-            return encode_failure(head.sequence, error)
-        except SwarmError as error:
-            return encode_failure(head.sequence, error)
-        except Exception:
-            _log.exception("experts.failed", layer=head.layer)
-            return encode_failure(head.sequence, Internal("the worker could not compute; its log has the details"))
+            held, dispatch = self._prepare(head, frame)
+            started = time.perf_counter()
+            answer = self._reply(head, _compute(held, dispatch), started)
+        except Exception as error:
+            answer = self._failure(head, error)
+        if stream.send_nowait(answer):
+            return None
+        return partial(self._send, stream, answer)
+
+    def _is_short(self, head: DispatchHead) -> bool:
+        rate = self.statistics.rows_per_s
+        return rate > 0 and head.n_rows / rate < INLINE_SECONDS_MAX
+
+    async def _answer_later(self, stream: Stream, head: DispatchHead, frame: Frame) -> None:
+        try:
+            held, dispatch = self._prepare(head, frame)
+            async with self.epochs.computing:
+                if not self.epochs.holds(held):
+                    reason = f"epoch {head.term}.{head.epoch} ended while the dispatch waited"
+                    raise PeerMistake(reason, layer=head.layer)
+                started = time.perf_counter()
+                y = await trio.to_thread.run_sync(_compute, held, dispatch)
+            answer = self._reply(head, y, started)
+        except Exception as error:
+            answer = self._failure(head, error)
+        await self._send(stream, answer)
+
+    async def _send(self, stream: Stream, answer: bytes) -> None:
+        with trio.fail_after(limits.SEND_SECONDS_MAX):
+            await stream.send(answer)
+
+    def _prepare(self, head: DispatchHead, frame: Frame) -> tuple[ExpertSet, Dispatch]:
+        """Check a dispatch. Raises PeerMistake."""
+        held, layer = self.epochs.layer_of(head)
+        return held, decode_dispatch(head, frame.payload, layer)
+
+    def _reply(self, head: DispatchHead, y: F32, started: float) -> bytes:
+        compute_us = int((time.perf_counter() - started) * 1e6)
         self._count(head, compute_us)
         return encode_reply(head.sequence, compute_us, y)
 
-    async def _compute(self, held: ExpertSet, dispatch: Dispatch) -> tuple[F32, int]:
-        """The experts' rows [n_rows, n_out] or sums [n_tokens, n_out], and the time that they took, in microseconds."""
-        head = dispatch.head
-
-        def run() -> F32:
-            x = dequantize_q8_0(cast(U8, dispatch.x)) if head.dtype == Q8_0 else cast(F32, dispatch.x)
-            y = held.backend.compute(
-                head.layer, x, dispatch.tokens, dispatch.experts, ask_f32=dispatch.f32_accumulation
-            )
-            return y if dispatch.weights is None else weighted_sums(y, dispatch.weights, dispatch.tokens)
-
-        rate = self.statistics.rows_per_s
-        async with self.epochs.computing:
-            if not self.epochs.holds(held):
-                raise PeerMistake(f"epoch {head.term}.{head.epoch} ended while the dispatch waited", layer=head.layer)
-            started = time.perf_counter()
-            if rate and head.n_rows / rate < INLINE_SECONDS_MAX:
-                y = run()
-            else:
-                y = await trio.to_thread.run_sync(run)
-            return y, int((time.perf_counter() - started) * 1e6)
+    def _failure(self, head: DispatchHead, error: Exception) -> bytes:
+        if isinstance(error, PeerMistake):
+            self._refuse(self.leader, error)
+        if isinstance(error, SwarmError):
+            return encode_failure(head.sequence, error)
+        _log.exception("experts.failed", layer=head.layer, exc_info=error)
+        return encode_failure(head.sequence, Internal("the worker could not compute; its log has the details"))
 
     def _count(self, head: DispatchHead, compute_us: int) -> None:
         s = self.statistics
@@ -182,3 +194,11 @@ class ExpertsService:
                 rows=running.rows,
                 seconds=round(time.monotonic() - running.started, 3),
             )
+
+
+def _compute(held: ExpertSet, dispatch: Dispatch) -> F32:
+    """Rows [n_rows, n_out], or sums [n_tokens, n_out], of a checked dispatch. Blocks while the kernels run."""
+    head = dispatch.head
+    x = dequantize_q8_0(cast(U8, dispatch.x)) if head.dtype == Q8_0 else cast(F32, dispatch.x)
+    y = held.backend.compute(head.layer, x, dispatch.tokens, dispatch.experts, ask_f32=dispatch.f32_accumulation)
+    return y if dispatch.weights is None else weighted_sums(y, dispatch.weights, dispatch.tokens)
