@@ -1,0 +1,127 @@
+"""What is wrong around here, by name, as far as adverts show it: for `status` and `doctor` of both sides.
+
+A fault between two peers shows on both: each sees the other's wire version and clock, and who could not dial a peer's
+addresses says so in its own advert, so that the peer hears of it. Nothing here is enforced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import median
+from typing import Final
+
+from capabilities.advert_content import NOT_REACHED_MAX
+from scheduler.advert_book import AdvertBook, PeerNotes
+
+SKEW_S: Final = 60  # a message may be underway for seconds; certificates and logs mind minutes
+CLOCKS_MIN: Final = 3  # of others, before their majority says that this node's clock is the wrong one
+_UNREACHED_MAX: Final = 256
+_TEXT_CHARS_MAX: Final = 200
+
+
+class FindingKind(StrEnum):
+    CLONED_IDENTITY = "cloned_identity"
+    SKEWED_CLOCK = "skewed_clock"
+    WIRE_VERSION = "wire_version"
+    UNREACHABLE = "unreachable"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong. `peer` is whose fault it is, this node's own id included; None if that is not known."""
+
+    kind: FindingKind
+    peer: str | None
+    message: str
+    hint: str
+
+    def to_json(self) -> dict[str, str | None]:
+        return {"kind": str(self.kind), "peer": self.peer, "message": self.message, "hint": self.hint}
+
+
+class Unreached:
+    """The peers that this node could not dial at the addresses they advertise, and why. The last try counts."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[str, str] = {}
+
+    def failed(self, peer: str, address: str, reason: str) -> None:
+        if peer in self._reasons or len(self._reasons) < _UNREACHED_MAX:
+            self._reasons[peer] = f"{address}: {reason}"[:_TEXT_CHARS_MAX]
+
+    def reached(self, peer: str) -> None:
+        self._reasons.pop(peer, None)
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """As many as an advert names, sorted."""
+        return tuple(sorted(self._reasons)[:NOT_REACHED_MAX])
+
+    def reason(self, peer: str) -> str | None:
+        return self._reasons.get(peer)
+
+
+def findings(book: AdvertBook, wire: int, unreached: Unreached, now: float) -> tuple[Finding, ...]:
+    """Everything that is wrong now. `wire`: the version that this node speaks."""
+    peers = dict(book.notes(now))
+    return (
+        *_clones(book, peers, now),
+        *_clocks(book.own.peer, peers),
+        *_versions(book, peers, wire),
+        *_addresses(book.own.peer, peers, unreached),
+    )
+
+
+def _clones(book: AdvertBook, peers: dict[str, PeerNotes], now: float) -> Iterator[Finding]:
+    hint = "A data folder was copied: on one of the machines, stop the daemon, remove identity.key and join again."
+    if book.own_is_cloned(now):
+        message = "another daemon uses this node's identity at the same time"
+        yield Finding(FindingKind.CLONED_IDENTITY, book.own.peer, message, hint)
+    for peer, known in peers.items():
+        if known.cloned is not None:
+            yield Finding(FindingKind.CLONED_IDENTITY, peer, "two daemons use this peer's identity in turn", hint)
+
+
+def _clocks(me: str, peers: dict[str, PeerNotes]) -> Iterator[Finding]:
+    hint = "Set the machine's clock, best by NTP (`timedatectl set-ntp true`)."
+    skews = {peer: known.skew_s for peer, known in peers.items() if known.skew_s is not None}
+    usual = median(skews.values()) if len(skews) >= CLOCKS_MIN else 0
+    own_skew = usual if abs(usual) > SKEW_S else 0
+    if own_skew:
+        message = f"this node's clock is {_seconds(-own_skew)} most peers' clocks"
+        yield Finding(FindingKind.SKEWED_CLOCK, me, message, hint)
+    for peer, skew_s in skews.items():
+        if abs(skew_s - own_skew) > SKEW_S:
+            whose = "most peers' clocks" if own_skew else "this node's clock"
+            message = f"its clock is {_seconds(skew_s - own_skew)} {whose}"
+            yield Finding(FindingKind.SKEWED_CLOCK, peer, message, hint)
+
+
+def _seconds(skew_s: float) -> str:
+    return f"{abs(skew_s):,.0f} s {'ahead of' if skew_s > 0 else 'behind'}"
+
+
+def _versions(book: AdvertBook, peers: dict[str, PeerNotes], wire: int) -> Iterator[Finding]:
+    hint = "Bring all peers to one version of swarmnode; `swarmctl status` shows each peer's."
+    for peer, known in peers.items():
+        content = known.advert.content
+        if content.wire != wire:
+            message = f"it speaks wire version {content.wire} (swarmnode {content.version}), this node speaks {wire}"
+            yield Finding(FindingKind.WIRE_VERSION, peer, message, hint)
+    for number, count in book.other_formats.most_common(1):
+        message = f"some peer speaks of itself in format {number}, which this node cannot read ({count} messages)"
+        yield Finding(FindingKind.WIRE_VERSION, None, message, hint)
+
+
+def _addresses(me: str, peers: dict[str, PeerNotes], unreached: Unreached) -> Iterator[Finding]:
+    hint = "Workers need no inbound connections. Others: open the port in firewalls, or correct node.listen."
+    complaints = [peer for peer, known in peers.items() if me in known.advert.content.not_reached]
+    if complaints:
+        message = f"{len(complaints)} peers cannot reach the addresses of this node, {complaints[0]} for one"
+        yield Finding(FindingKind.UNREACHABLE, me, message, hint)
+    for peer in peers:
+        reason = unreached.reason(peer)
+        if reason is not None:
+            yield Finding(FindingKind.UNREACHABLE, peer, f"this node cannot reach it at {reason}", hint)

@@ -1,0 +1,24 @@
+"""A clock that leaves out this process's own sleep, so that nobody is blamed for it.
+
+If this process was stopped or starved, others' messages lie unread in the sockets while the clock runs. So time counts
+by at most one ordinary stretch between two looks at the clock, whatever really passed; it must be looked at regularly.
+"""
+
+from __future__ import annotations
+
+
+class OwnTime:
+    """Seconds since the start that this process was awake for; `stretch_s` is the longest that one look adds."""
+
+    __slots__ = ("_now", "_stretch_s", "_time")
+
+    def __init__(self, now: float, stretch_s: float) -> None:
+        self._now = now
+        self._stretch_s = stretch_s
+        self._time = 0.0
+
+    def at(self, now: float) -> float:
+        """The own time at an instant of the monotonic clock."""
+        self._time += min(max(0.0, now - self._now), self._stretch_s)
+        self._now = max(self._now, now)
+        return self._time
