@@ -7,11 +7,11 @@ result by as much as the result itself. `kept` is that result over the exact one
 **Sums.** A row holds 128 times L, then many times s = L / 2^13, then 128 times -L: its exact sum is that of the s.
 With p bits of significand, adding t to A gives A again if t < 2^-(p+1) A: t is then under half of A's last place. From
 the first L on, a partial sum that has one is A >= L w, so with p = 11 (half precision) each s w = 2^-13 L w is lost,
-the -L take A back to zero, and kept = 0. Units that add a run of r products before they round lose it too: r s w comes
-to r L w or more. Of N interleaved sums the 128 that got an L lose, so kept <= 1 - 128 / N for N above 128: a quarter is
-still gone at N = 512. With p = 24 (single precision) an addition errs by at most half of the last place of 128 L w,
-which is 2^-24 * 128 L w = s w / 16. Over all 2048 additions, in any order, that is 128 times s w, of 1024 times s w or
-more: kept is within 0.13 of 1.
+the -L take A back to zero, and kept = 0. That holds for N interleaved sums of runs of r products, each run added before
+it is rounded, as long as N r <= 128: each sum then starts with r L w at least, and r s w is lost. Beyond that the sums
+that got their L still lose all: half of them for N r = 256, a quarter for 512. With p = 24 (single precision) an
+addition errs by at most half of the last place of 128 L w, which is 2^-24 * 128 L w = s w / 16. Over all 4096
+additions, in any order, that is 256 times s w, of 2048 times s w or more: kept is within 0.13 of 1.
 
 **Activations.** A row holds pairs of a and -1 (or a and -b). What remains of a pair is its difference, which rounding
 to fewer bits takes away whole. The values of the rows about sums survive every rounding that is looked for: L and s are
@@ -36,15 +36,16 @@ from capabilities.errors import PeerMistake
 
 F32 = NDArray[np.float32]
 
-PROBE_WIDTH: Final = 2048  # values a row
+PROBE_WIDTH: Final = 4096  # values a row
 # CUDA's matrix-vector kernels end between 4 and 8 rows by type, Vulkan's at 8, Metal's at 31; larger tiles begin at 17,
 # 33, 65 and 129. A worker takes 512 rows of a prefill at once.
 BATCH_WIDTHS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 31, 32, 33, 64, 65, 128, 129, 512)
 
 SUMS_TOLERANCE: Final = 0.2  # between the 0.13 and the quarter above
 _PAIRS_TOLERANCE: Final = 0.5  # a difference is there or it is not
-_BLOCK: Final = 256
+_BLOCK: Final = 256  # the longest 8-bit block
 _RUN: Final = 32  # an 8-bit block
+_PAIRS_RUN: Final = 16  # a short one
 _LARGE: Final = 127.0
 _SMALL: Final = _LARGE * 2.0**-13
 
@@ -127,9 +128,9 @@ class MeasuredPrecision:
 
 # Sums.
 START: Final = "start"
-"""The large terms first, then all small ones."""
+"""The large terms first, then all small ones; -L meets the same one of up to 512 interleaved sums as L."""
 CYCLES: Final = "cycles"
-"""The same within each half: a sum that is split into parts, each with an accumulator of its own, shows it too."""
+"""The same within each quarter: a sum of parts that have accumulators of their own shows it too."""
 INNER: Final = "inner"
 """The same within 32 neighbours, for kernels that keep short sums in halves. An 8-bit block cannot hold it."""
 # Activations.
@@ -158,16 +159,14 @@ class ProbeRow:
 def probe_rows() -> tuple[ProbeRow, ...]:
     """Every row of the probe, in a fixed order."""
     n = PROBE_WIDTH
-    n_blocks, half = n // _BLOCK, _BLOCK // 2
-    large = np.repeat([_LARGE, 0.0], half)
-    small = np.full(_BLOCK, _SMALL)
+    small, zeros = np.full(_BLOCK, _SMALL), np.zeros(_BLOCK)
+    large = np.repeat([_LARGE, 0.0], _BLOCK // 2)
     run = np.concatenate([[_LARGE], np.full(_RUN - 2, _SMALL), [-_LARGE]])
-    cancelled = np.repeat([_LARGE, -_LARGE], half)
     rows: dict[str, list[NDArray[np.float64]]] = {
-        START: [large, *[small] * (n_blocks - 2), -large],
-        CYCLES: [large, small, small, -large] * (n_blocks // 4),
+        START: [large, zeros, *[small] * (n // _BLOCK - 4), -large, zeros],
+        CYCLES: [large, small, small, -large] * (n // _BLOCK // 4),
         INNER: [run] * (n // _RUN),
-        RANGE: [cancelled, *[small] * (n_blocks - 1)],
+        RANGE: [*_pairs((_LARGE, -_LARGE))[: n // _PAIRS_RUN // 2], *[small] * (n // _BLOCK // 2)],
         STEPS: _pairs((17, -16), peak=_LARGE),
         PARTS: _pairs((1 + 7 / 16, -1), peak=_LARGE),
         ELEVEN_BITS: _pairs((1 + 3 / 1024, -1)),
@@ -183,13 +182,14 @@ def probe_rows() -> tuple[ProbeRow, ...]:
 
 
 def _pairs(pair: tuple[float, float], peak: float = 0.0) -> list[NDArray[np.float64]]:
-    """Runs of 32 that repeat a pair, after one of (peak, -peak) if it is not 0.
+    """Runs of 16 that repeat a pair, after one of (peak, -peak) if it is not 0.
 
-    Half of the runs are turned round, by the Thue-Morse sequence: then interleaved sums do not grow with one half of
-    the pairs, which would lose the difference in sums rather than in activations.
+    In half of the runs pairs are turned round, by the Thue-Morse sequence: then none of up to 512 interleaved sums
+    grows with one half of the pairs, which would lose the difference in sums rather than in activations.
     """
-    run = np.array((pair if peak == 0 else (peak, -peak)) + pair * (_RUN // 2 - 1), np.float64)
-    return [run[::-1] if i.bit_count() % 2 else run for i in range(PROBE_WIDTH // _RUN)]
+    run = np.array((pair if peak == 0 else (peak, -peak)) + pair * (_PAIRS_RUN // 2 - 1), np.float64)
+    turned = run.reshape(-1, 2)[:, ::-1].ravel()
+    return [turned if i.bit_count() % 2 else run for i in range(PROBE_WIDTH // _PAIRS_RUN)]
 
 
 def kept(row: ProbeRow, y: F32, weight: float) -> float:
@@ -213,8 +213,7 @@ class Verdict:
 def judge(shares: Mapping[str, float]) -> Verdict:
     """The verdict at one width from what each of the probe's rows kept, by the row's name.
 
-    Rows with small sums being right, only the sums can be what a row with large ones has lost. Where sums are in
-    halves, finer activations than halves cannot be seen and are of no use: the source is then F16.
+    Rows with small sums being right, only the sums can be what a row with large ones has lost.
     """
 
     def there(name: str) -> bool:
