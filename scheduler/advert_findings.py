@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from statistics import median
 from typing import Final
 
 from capabilities.advert_content import NOT_REACHED_MAX
@@ -87,7 +86,7 @@ def _clones(book: AdvertBook, peers: dict[str, PeerNotes], now: float) -> Iterat
 def _clocks(me: str, peers: dict[str, PeerNotes]) -> Iterator[Finding]:
     hint = "Set the machine's clock, best by NTP (`timedatectl set-ntp true`)."
     skews = {peer: known.skew_s for peer, known in peers.items() if known.skew_s is not None}
-    usual = median(skews.values()) if len(skews) >= CLOCKS_MIN else 0
+    usual = sorted(skews.values())[len(skews) // 2] if len(skews) >= CLOCKS_MIN else 0
     own_skew = usual if abs(usual) > SKEW_S else 0
     if own_skew:
         message = f"this node's clock is {_seconds(-own_skew)} most peers' clocks"
