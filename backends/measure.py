@@ -115,8 +115,8 @@ def measure_backend(
 ) -> BackendMeasurement:
     """Measure a backend. Weight types that it does not know are left out of the result.
 
-    Takes about half a second a weight type on a CPU, 64 MiB here and 64 MiB on the device, and ends soon after
-    `deadline_s`.
+    Takes about half a second a weight type on a CPU, up to 128 MiB here and 64 MiB on the device, and ends with the
+    first computation after `deadline_s`.
 
     Raises:
         SwarmError: the device failed.
