@@ -216,7 +216,7 @@ JOIN_REPLY: Final = FrameLimits(HEADER_BYTES_MAX, 512 * KIB, items=ERROR_EXPERTS
 JOIN_STREAMS_PER_PEER_MAX: Final = 2
 
 JOIN_CONVERSATIONS_MAX: Final = 16
-"""Newcomers at a time. One takes two round trips and a write to the disk; if one more comes, the oldest silent one goes."""
+"""Newcomers at a time. One takes two round trips and a write to the disk; for one more, the oldest silent one goes."""
 
 JOIN_SECONDS_MAX: Final = 20.0
 """One conversation: two round trips over a bad link, with the disk in between. A person waits in front of it."""
@@ -236,4 +236,4 @@ INVITE_DIAL_SECONDS_MAX: Final = 5.0
 """Trying one's own address before it goes into an invite; those that are silent cost a person this long."""
 
 JOIN_DIAL_SECONDS_MAX: Final = 4.0
-"""A newcomer gives each address of an invite this long, one after the other: a lost SYN is repeated after 1 s and 3 s."""
+"""A newcomer gives each address of an invite this long, one after the other: a lost SYN comes again after 1 s and 3 s."""
