@@ -15,6 +15,7 @@ from typing import Final
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
 
+
 @dataclass(frozen=True, slots=True)
 class FrameLimits:
     """The most that one frame may hold. `items` bounds every msgpack array and map, `text_bytes` every string."""
@@ -23,6 +24,7 @@ class FrameLimits:
     payload_bytes: int
     items: int = 64
     text_bytes: int = 1 * KIB
+
 
 # --- Frames -----------------------------------------------------------------------------------------------------------
 
@@ -133,6 +135,10 @@ SHARD_BACKOFF_SECONDS_MAX: Final = 8.0
 REQUEST_TEXT_BYTES_MAX: Final = 2 * MIB
 """A conversation's text. A context of 131,072 tokens is about 0.6 MB of English and under 2 MiB in any script."""
 
+REQUEST_TEXTS_BYTES_MAX: Final = 256 * MIB
+"""Texts of all requests that a leader waits for, queues or answers. Streams and their sizes are bounded one by one, and
+256 peers with 16 prompts of 2 MiB each would be 8 GiB."""
+
 MAX_TOKENS_MAX: Final = 1_048_576
 """Longer than any context; the context's own length is the real limit."""
 
@@ -156,6 +162,9 @@ STATUS_REPLY: Final = FrameLimits(HEADER_BYTES_MAX, 4 * MIB, items=ERROR_EXPERTS
 """256 peers with 16 KB each."""
 
 STATUS_STREAMS_PER_PEER_MAX: Final = 4
+
+MEMBER_REPORT: Final = FrameLimits(HEADER_BYTES_MAX, payload_bytes=0, items=ERROR_EXPERTS_MAX)
+"""From a worker: a hello, or progress with perhaps an error. A leader has many, so none may send it a payload."""
 
 MEMBER_FRAME: Final = FrameLimits(HEADER_BYTES_MAX, 2 * MIB, items=ERROR_EXPERTS_MAX)
 """An assignment names every expert that a worker holds: 128 layers of 1,024 experts at 3 bytes are 0.4 MB."""

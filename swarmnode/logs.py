@@ -5,7 +5,7 @@
         log.info("request started", prompt_tokens=17)
 
 Two promises are kept here rather than by every caller: prompts, answers and tokens never reach a log, under whatever
-key they come by mistake; and a text from a peer can neither send control characters to a terminal nor fill a disk.
+key they come by mistake; and what peers do can neither send control characters to a terminal nor fill a disk.
 Lines of the standard library's loggers (libp2p) come out in the same form, from WARNING on.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import MutableMapping
 from itertools import islice
 from typing import Any, Literal, TextIO
@@ -35,6 +36,7 @@ INNER_CHARS_MAX = 200  # of a text within a list or mapping: an address, an erro
 ITEMS_MAX = 16  # of a list or mapping
 DEPTH_MAX = 2  # deeper ones are shown as text
 EXCEPTION_CHARS_MAX = 20_000
+LINES_PER_MINUTE = 200  # of one event that names a peer: 0.1 MB; a swarm of 256 peers stays below it on a bad day
 
 
 def configure(
@@ -48,6 +50,7 @@ def configure(
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="%H:%M:%S" if human else "iso", utc=not human),
+        _Throttle(),
         _withhold,
         _clean,
         structlog.processors.format_exc_info,
@@ -73,6 +76,27 @@ def configure(
     libp2p.handlers.clear()
     libp2p.propagate = True
     libp2p.setLevel(logging.WARNING)
+
+
+class _Throttle:
+    """Drops lines that peers provoke (they name one) beyond LINES_PER_MINUTE of each event, and tells how many."""
+
+    def __init__(self) -> None:
+        self._minutes: dict[str, tuple[int, int]] = {}  # event -> minute, lines in it
+
+    def __call__(self, _logger: Any, _method: str, event: Event) -> Event:
+        if "peer" not in event:
+            return event
+        name, minute = str(event.get("event")), int(time.monotonic() // 60)
+        last, lines = self._minutes.get(name, (minute, 0))
+        if last != minute:
+            if lines > LINES_PER_MINUTE:
+                event["lines_dropped"] = lines - LINES_PER_MINUTE
+            lines = 0
+        self._minutes[name] = minute, lines + 1
+        if lines >= LINES_PER_MINUTE:
+            raise structlog.DropEvent
+        return event
 
 
 def _withhold(_logger: Any, _method: str, event: Event) -> Event:

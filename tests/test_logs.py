@@ -113,3 +113,25 @@ def test_people_get_words_and_no_locals(lines: Callable[[], list[dict[str, objec
     assert "RuntimeError: broke" in shown
     assert prompt not in shown
     assert not shown.startswith("{")
+
+
+def test_what_peers_provoke_cannot_fill_a_disk(
+    lines: Callable[[], list[dict[str, object]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("swarmnode.logs.time.monotonic", lambda: now[0])
+    log = structlog.get_logger("swarmnode.x")
+    for number in range(5000):
+        log.warning("peer mistake", peer=f"peer-{number}")
+        log.info("request.begin", request_id=str(number))
+    log.warning("member.left", peer="p")
+    counted = [line["event"] for line in lines()]
+    assert counted.count("peer mistake") == logs.LINES_PER_MINUTE
+    assert counted.count("request.begin") == 5000
+    assert counted.count("member.left") == 1
+    now[0] += 60
+    log.warning("peer mistake", peer="p")
+    log.warning("peer mistake", peer="p")
+    first, second = lines()
+    assert first["lines_dropped"] == 5000 - logs.LINES_PER_MINUTE
+    assert "lines_dropped" not in second

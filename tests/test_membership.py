@@ -75,7 +75,7 @@ class Lab:
     async def serve(self, stream: Stream) -> None:
         self.streams.append(stream)
         while True:
-            message = decode_from_worker(await read_frame(stream, limits.MEMBER_FRAME))
+            message = decode_from_worker(await read_frame(stream, limits.MEMBER_REPORT))
             if isinstance(message, Hello):
                 self.hellos.append(message)
             else:

@@ -26,6 +26,7 @@ from scheduler.requests import (
 from scheduler.sampling import SamplingParams
 from swarmnode import limits
 from swarmnode.asker import RemoteAsker
+from swarmnode.leader import prompts
 from swarmnode.leader.prompts import EFFECTS_MAX, PromptService, PromptStreams
 from swarmnode.net.interface import Stream
 from swarmnode.net.memory import MemoryHub, MemoryNetwork, open_memory_hub
@@ -230,6 +231,28 @@ async def test_a_peer_that_does_not_read_its_answer_is_dropped(autojump_clock: M
         await trio.sleep(limits.SEND_SECONDS_MAX + 1)
         assert "req-1" in leader.engine.cancelled
         assert leader.leader.statistics().peer_mistakes == 1
+
+
+async def test_texts_of_all_peers_together_are_bounded(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "REQUEST_TEXTS_BYTES_MAX", 250_000)
+    monkeypatch.setattr(prompts, "_INLINE_TOKENIZE_CHARS", 1 << 20)  # a thread would not stop this clock
+    async with lab() as leader, trio.open_nursery() as nursery:
+        for number in (1, 2):
+            await asked(leader, nursery, ask(f"req-{number}", prompt="x" * 100_000))
+        (refused,) = await asked(leader, nursery, ask("req-3", prompt="x" * 100_000))
+        assert isinstance(refused, Failed)
+        assert refused.error.type == "overloaded"
+        small = await asked(leader, nursery, ask("req-4", prompt="x" * 100))
+        leader.engine.finish("req-1")
+        await trio.testing.wait_all_tasks_blocked()
+        again = await asked(leader, nursery, ask("req-5", prompt="x" * 100_000))
+        for name in ("req-2", "req-4", "req-5"):
+            leader.engine.finish(name)
+        await trio.testing.wait_all_tasks_blocked()
+        assert isinstance(small[-1], Done)
+        assert isinstance(again[-1], Done)
 
 
 # --- The asker's side -------------------------------------------------------------------------------------------------

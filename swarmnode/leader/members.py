@@ -139,7 +139,7 @@ class Members:
 
     async def _handle(self, stream: Stream) -> None:
         with trio.fail_after(limits.MEMBER_HELLO_SECONDS_MAX):
-            hello = decode_from_worker(await read_frame(stream, limits.MEMBER_FRAME))
+            hello = decode_from_worker(await read_frame(stream, limits.MEMBER_REPORT))
         if not isinstance(hello, Hello):
             raise PeerMistake("a worker begins with a hello")
         if (refusal := self._refusal(stream.peer, hello)) is not None:
@@ -204,7 +204,7 @@ class Members:
 
     async def _read(self, stream: Stream, member: Member) -> None:
         while member.stream_up:
-            message = decode_from_worker(await read_frame(stream, limits.MEMBER_FRAME))
+            message = decode_from_worker(await read_frame(stream, limits.MEMBER_REPORT))
             if not isinstance(message, Progress):
                 raise PeerMistake("a worker says hello once")
             if message != member.progress:

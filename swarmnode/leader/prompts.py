@@ -158,18 +158,31 @@ class PromptStreams:
 
     def __init__(self, answer: Callable[[Ask, str], AbstractAsyncContextManager[AsyncIterator[Reply]]]) -> None:
         self._answer = answer
+        self._text_bytes = 0  # of requests that are read or under way
 
     def register(self, network: Network) -> None:
         network.serve(PROTOCOL, self._handle, max_streams_per_peer=limits.PROMPT_STREAMS_PER_PEER_MAX)
 
     async def _handle(self, stream: Stream) -> None:
-        with trio.fail_after(limits.IDLE_STREAM_SECONDS_MAX):
-            frame = await read_frame(stream, limits.PROMPT_REQUEST)
+        taken = 0
+
+        def take(_header: object, payload_bytes: int) -> None:
+            nonlocal taken
+            if self._text_bytes + payload_bytes > limits.REQUEST_TEXTS_BYTES_MAX:
+                raise Overloaded("this leader holds as much text as it can")
+            taken = payload_bytes
+            self._text_bytes += taken
+
         try:
-            ask = decode_ask(frame)
-        except UsageError as error:
+            with trio.fail_after(limits.IDLE_STREAM_SECONDS_MAX):
+                frame = await read_frame(stream, limits.PROMPT_REQUEST, take)
+            await self._serve(stream, decode_ask(frame))
+        except (Overloaded, UsageError) as error:
             await self._send(stream, Failed(error))
-            return
+        finally:
+            self._text_bytes -= taken
+
+    async def _serve(self, stream: Stream, ask: Ask) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._until_gone, stream, nursery.cancel_scope)
             async with self._answer(ask, str(stream.peer)) as replies:
