@@ -245,4 +245,4 @@ INVITE_DIAL_SECONDS_MAX: Final = 5.0
 """Trying one's own address before it goes into an invite; those that are silent cost a person this long."""
 
 JOIN_DIAL_SECONDS_MAX: Final = 4.0
-"""A newcomer gives each address of an invite this long, one after the other: a lost SYN comes again after 1 s and 3 s."""
+"""A newcomer gives each address of an invite this long, one after another: a lost SYN comes again after 1 s and 3 s."""
