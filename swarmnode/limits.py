@@ -246,3 +246,51 @@ INVITE_DIAL_SECONDS_MAX: Final = 5.0
 
 JOIN_DIAL_SECONDS_MAX: Final = 4.0
 """A newcomer gives each address of an invite this long, one after another: a lost SYN comes again after 1 s and 3 s."""
+
+# --- Adverts: what peers say of themselves ----------------------------------------------------------------------------
+
+ADVERTS_REQUEST: Final = FrameLimits(header_bytes=64, payload_bytes=80 * KIB, items=4, text_bytes=0)
+"""The asker names what it has: 1,024 peers with a number each, 73 bytes at most."""
+
+ADVERTS_REPLY: Final = FrameLimits(header_bytes=2 * KIB, payload_bytes=256 * KIB, items=32, text_bytes=0)
+"""Some adverts of up to 8 KiB each, and the length and age of each in the header."""
+
+ADVERTS_IN_REPLY_MAX: Final = 32
+ADVERTS_STREAMS_PER_PEER_MAX: Final = 2
+
+ADVERTS_SECONDS_MAX: Final = 20.0
+"""One exchange: 100 adverts are 100 KB, most peers lack none."""
+
+ADVERTS_SERVED_BURST_BYTES: Final = 2 * MIB
+ADVERTS_SERVED_BYTES_PER_SECOND: Final = 32.0 * KIB
+"""To one peer. A newcomer to a swarm of 256 peers gets all at once; who asks for all again and again has to wait."""
+
+ADVERTS_SERVED_PEERS_MAX: Final = 512
+"""Peers whose share is remembered."""
+
+ADVERTS_ASK_SECONDS_MIN: Final = 60.0
+"""Everything is asked of one neighbour this often at most, however often it reconnects."""
+
+ADVERTS_WANTED_MAX: Final = 64
+"""Peers that are heard of, but whose adverts are missing, asked for at a time."""
+
+NEIGHBOURS_WANTED: Final = 8
+"""Connections that a node tries to have, for its gossip: GossipSub's degree of 6, and two to choose from."""
+
+NEIGHBOUR_DIAL_SECONDS: Final = 10.0
+"""Between two tries to find another one."""
+
+NEIGHBOUR_RETRY_SECONDS: Final = 600.0
+"""A peer whose addresses did not answer is tried again after so long."""
+
+NEIGHBOUR_ADDRESSES_MAX: Final = 3
+"""Addresses of one peer that are tried: each may cost ten seconds."""
+
+DHT_PUT_SECONDS_MIN: Final = 60.0
+"""Between two puts of this node's advert, however often it changes."""
+
+DHT_PROVIDE_SECONDS: Final = 1_200.0
+"""What this node provides is said again so often: records last for an hour."""
+
+HOLDERS_ASKED_MAX: Final = 20
+"""Peers that claim to hold a layer and whose adverts are looked up. The DHT knows of no more for one key."""

@@ -5,6 +5,13 @@ libp2p_host       the interface on TCP, Noise and yamux
 memory            the interface inside one process, with delays, silence and cuts on demand
 limits            every bound of this folder, with its reason
 
+gossip            telling everybody: topics, messages, handlers that judge them
+gossipsub         the same by GossipSub over any network; gossip_router is py-libp2p's router and what it needs,
+                  gossip_outbox what one neighbour is going to get
+memory_gossip     the same without a network
+dht               a table that all peers keep together, and the same within one process
+kademlia          the same on py-libp2p's Kademlia; kademlia_stores bound what is kept for others
+
 tcp               a socket that can be used without a pass through the scheduler
 noise_session     libp2p's handshake, then sealing and opening as plain functions
 muxer             many streams over one connection; muxer_stream is one of them

@@ -114,3 +114,123 @@ RECEIVE_CHUNK_BYTES: Final = 256 * KIB
 
 CALLS_WITHOUT_CHECKPOINT_MAX: Final = 8
 """Sends and receives that need no waiting skip trio's scheduler (half their cost); after so many they do not."""
+
+# --- Gossip -----------------------------------------------------------------------------------------------------------
+
+GOSSIP_MESSAGE_BYTES_MAX: Final = 64 * KIB
+"""One published message. An advert has 8 KiB; a placement of 61 layers of 256 experts over 100 peers fits."""
+
+GOSSIP_RPC_BYTES_MAX: Final = 256 * KIB
+"""What a neighbour may send at once: a few of the largest messages. Checked before it is read."""
+
+GOSSIP_BATCH_BYTES: Final = 32 * KIB
+"""What this node puts into one RPC, but for a single larger message."""
+
+GOSSIP_RPC_MESSAGES_MAX: Final = 512
+"""Messages in one RPC of a neighbour: a batch of the smallest that this node sends has 250."""
+
+GOSSIP_TOPICS_MAX: Final = 16
+"""Topics of one neighbour. A swarm has two or three."""
+
+GOSSIP_TOPIC_CHARS_MAX: Final = 64
+
+GOSSIP_MESSAGES_BURST: Final = 256
+GOSSIP_MESSAGES_PER_SECOND: Final = 40.0
+"""Of one neighbour. 100 peers make 7 messages a second, of which a neighbour brings some; with 40, each checked in
+0.2 ms, it costs under 1 % of a core. Whoever sends more is read more slowly, and nothing of it is lost."""
+
+GOSSIP_BYTES_BURST: Final = 1 * MIB
+GOSSIP_BYTES_PER_SECOND: Final = 128.0 * KIB
+
+GOSSIP_REFUSED_COST: Final = 8
+"""A message that no honest node sends counts as so many: five bad ones a second is all that a neighbour gets."""
+
+GOSSIP_RATES_MAX: Final = 512
+"""Neighbours whose rates are remembered, or a flood would be forgiven with each new connection."""
+
+GOSSIP_CONTROL_MAX: Final = 32
+"""GRAFT, PRUNE, IHAVE and IWANT entries in one RPC: one a topic is usual."""
+
+GOSSIP_IDS_MAX: Final = 128
+"""Message ids in one IHAVE or IWANT. Two seconds of 256 peers' messages are 35."""
+
+GOSSIP_SERVED_MAX: Final = 1_024
+"""Messages that a neighbour got by asking for them, remembered so that each is sent once only."""
+
+GOSSIP_SEEN_MAX: Final = 16_384
+GOSSIP_SEEN_SECONDS: Final = 120.0
+"""Ids of messages that came already: two minutes of 100 messages a second. A message cache holds five seconds."""
+
+GOSSIP_OUTBOX_BYTES_MAX: Final = 1 * MIB
+"""Waiting for one neighbour that reads slowly. Beyond, the oldest go: adverts are repeated anyway."""
+
+GOSSIP_SEND_SECONDS_MAX: Final = 15.0
+"""One RPC to a neighbour that does not read. Then its stream is given up and opened anew."""
+
+GOSSIP_RETRY_SECONDS_MIN: Final = 0.5
+GOSSIP_RETRY_SECONDS_MAX: Final = 30.0
+"""Before a stream to a connected neighbour is tried again; doubled from the first to the second."""
+
+GOSSIP_STREAMS_PER_PEER_MAX: Final = 4
+"""One is in use; others appear while a connection is replaced."""
+
+GOSSIP_RELAY_SECONDS_MAX: Final = 0.4
+"""How long a relayed message waits for company, half of it at least. Small messages share a packet, and who meanwhile
+sends the same message need not get it: one copy a link instead of up to two. Own messages leave at once."""
+
+GOSSIP_DEGREE: Final = 6
+GOSSIP_DEGREE_LOW: Final = 4
+GOSSIP_DEGREE_HIGH: Final = 8
+"""Neighbours to which messages go at once, for each topic: GossipSub's own numbers, but for fewer at most."""
+
+# --- DHT --------------------------------------------------------------------------------------------------------------
+
+DHT_VALUE_BYTES_MAX: Final = 8 * KIB
+"""An advert."""
+
+DHT_REQUEST_BYTES_MAX: Final = 32 * KIB
+"""One stream's requests: a value, py-libp2p's record around it, and the sender's signed addresses."""
+
+DHT_REPLY_BYTES_MAX: Final = 128 * KIB
+"""A value, and 20 closer peers with their addresses and signed records."""
+
+DHT_VALUES_MAX: Final = 1_024
+"""Values that this node keeps for others: 8 MiB. The original's bound is 50,000 of a megabyte."""
+
+DHT_VALUE_SECONDS_MAX: Final = 3_600.0
+"""How long they are kept. Who lives puts its own again much sooner, and the dead should not stay listed for a day."""
+
+DHT_PROVIDER_KEYS_MAX: Final = 1_024
+DHT_PROVIDERS_PER_KEY_MAX: Final = 20
+DHT_KEYS_PER_PROVIDER_MAX: Final = 64
+"""A peer holds shards of a few models, in groups of layers: 8 to 32 keys."""
+
+DHT_PROVIDER_SECONDS_MAX: Final = 3_600.0
+
+DHT_PROVIDES_BURST: Final = 5
+DHT_PROVIDES_PER_SECOND: Final = 0.5
+"""py-libp2p drops the eleventh provider record of a peer within ten seconds, and says nothing."""
+
+DHT_STREAMS_MAX: Final = 64
+DHT_STREAMS_PER_PEER_MAX: Final = 4
+DHT_SERVE_SECONDS_MAX: Final = 15.0
+"""One request and its reply. The original's twelve places are taken for ever by twelve silent streams."""
+
+DHT_READS_BURST: Final = 200
+DHT_READS_PER_SECOND: Final = 60.0
+"""Of one peer, all its streams together. A request takes some three reads and two milliseconds."""
+
+DHT_LOOKUP_SECONDS_MAX: Final = 20.0
+"""A whole look-up: two or three rounds, of which each may meet peers that do not answer."""
+
+DHT_DIAL_SECONDS_MAX: Final = 4.0
+DHT_DIAL_ADDRESSES_MAX: Final = 3
+DHT_DIALS_BURST: Final = 10
+DHT_DIALS_PER_SECOND: Final = 1.0
+"""Peers that a look-up connects to because others named them: those may name any address in the world."""
+
+DHT_REFRESH_SECONDS: Final = 600.0
+"""py-libp2p's own interval between two looks around."""
+
+DHT_ADDRESSES_CACHED_SECONDS: Final = 10.0
+"""Each of its messages carries this node's addresses; asking the system for them takes half a millisecond."""
