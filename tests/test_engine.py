@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import trio
 
-from capabilities.errors import ExpertsUnavailable, NotReady, Overloaded, SwarmError
+from capabilities.errors import ExpertsUnavailable, NoLeader, Overloaded, SwarmError
 from scheduler.answer import Vocabulary
 from scheduler.batching import Batcher
 from scheduler.requests import Effect, FailedEffect, FinishedEffect, QueuedEffect, Request, TokenEffect
@@ -244,10 +244,10 @@ async def test_stopping_ends_everything_with_an_error() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(engine.engine.stop)
             await trio.sleep(0.02)
-            with pytest.raises(NotReady):
+            with pytest.raises(NoLeader):
                 engine.submit("late")
             engine.model.may_run.set()
-        assert {one.error.type for one in heard} == {"not_ready"}
+        assert {one.error.type for one in heard} == {"no_leader"}
         assert engine.engine.stopped
         with trio.fail_after(1):
             await engine.engine.step_boundary()
@@ -265,7 +265,7 @@ async def test_a_thread_that_dies_leaves_no_request_waiting() -> None:
         await ended(one)
         assert one.error.type == "internal"
         assert engine.engine.stopped
-        with pytest.raises(NotReady):
+        with pytest.raises(NoLeader):
             engine.submit("two")
         with trio.fail_after(1):
             await engine.engine.step_boundary()

@@ -246,6 +246,28 @@ def test_a_killed_leader(served: Broken) -> None:
     served.check_all()
 
 
+def test_daemons_that_are_asked_to_stop_in_the_middle_say_so(served: Broken) -> None:
+    """SIGTERM: in time, with a typed error for whoever asked, and lines in the log."""
+    for node, asker, type_ in (
+        (served.workers[0], served.workers[1], "experts_unavailable"),
+        (served.leader, served.workers[1], "no_leader"),
+        (served.workers[1], served.workers[1], "cancelled"),
+    ):
+        seen = len(logged(node))
+        error = fails_in_the_middle(asker, lambda node=node: node.send_signal(signal.SIGTERM))  # type: ignore[misc]
+        assert error.type == type_
+        assert node.process is not None
+        assert node.process.wait(5) == 0
+        said = [line["event"] for line in logged(node)[seen:]]
+        assert "daemon.stopping" in said
+        if node is served.leader:
+            assert "request.failed" in said
+            assert "stopped" in error.message
+        node.start()
+        node.wait_up()
+        served.check_all()
+
+
 # --- Strangers --------------------------------------------------------------------------------------------------------
 
 

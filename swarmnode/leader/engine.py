@@ -21,7 +21,7 @@ import trio
 
 from backends.llama import LlamaModel
 from backends.moe_hook import ExpertExecutor
-from capabilities.errors import Internal, NotReady, Overloaded, SwarmError
+from capabilities.errors import Internal, NoLeader, Overloaded, SwarmError
 from scheduler.batching import Batcher, BatcherStatistics, Step
 from scheduler.requests import Effect, FailedEffect, FinishedEffect, Request
 
@@ -29,7 +29,7 @@ _log = structlog.get_logger(__name__)
 
 COMMANDS_MAX: Final = 1024  # far above the batcher's own queue; beyond it a submission is refused at once
 _IDLE_WAIT_S: Final = 60.0
-_STOP_WAIT_S: Final = 30.0
+_STOP_WAIT_S: Final = 5.0  # for the step that runs; a decode step has 4 s at most
 
 Sink = Callable[[Effect], None]
 
@@ -101,10 +101,10 @@ class DecodeEngine:
 
         Raises:
             Overloaded: too many requests wait.
-            NotReady: the engine has stopped.
+            NoLeader: the engine has stopped.
         """
         if self._stopping:
-            raise NotReady("the leader is stopping")
+            raise NoLeader("the leader is stopping")
         if request.id in self._sinks:
             raise Overloaded(f"request id {request.id} is in use")
         try:
@@ -158,7 +158,7 @@ class DecodeEngine:
         try:
             while not self._stopping:
                 self._one_round()
-            self._post(self._fail_everything(NotReady("the leader stopped")))
+            self._post(self._fail_everything(NoLeader("the leader stopped in the middle of the answer")))
         except trio.RunFinishedError:
             return
         except BaseException:

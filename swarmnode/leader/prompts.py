@@ -38,6 +38,7 @@ from swarmnode.wire import read_frame
 _log = structlog.get_logger(__name__)
 
 EFFECTS_MAX: Final = 4096  # replies that wait for a slow asker; beyond, its request ends as overloaded
+_LAST_WORDS_S: Final = 1.0  # for replies to leave when the leader stops
 _INLINE_TOKENIZE_CHARS: Final = 4096  # tokenising more goes to a thread
 
 
@@ -159,6 +160,8 @@ class PromptStreams:
     def __init__(self, answer: Callable[[Ask, str], AbstractAsyncContextManager[AsyncIterator[Reply]]]) -> None:
         self._answer = answer
         self._text_bytes = 0  # of requests that are read or under way
+        self._answering = 0
+        self._answered = trio.Event()
 
     def register(self, network: Network) -> None:
         network.serve(PROTOCOL, self._handle, max_streams_per_peer=limits.PROMPT_STREAMS_PER_PEER_MAX)
@@ -182,13 +185,25 @@ class PromptStreams:
         finally:
             self._text_bytes -= taken
 
+    async def wait_idle(self) -> None:
+        """Wait until every request has had its last reply, but not for long."""
+        with trio.move_on_after(_LAST_WORDS_S):
+            while self._answering:
+                self._answered = trio.Event()
+                await self._answered.wait()
+
     async def _serve(self, stream: Stream, ask: Ask) -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._until_gone, stream, nursery.cancel_scope)
-            async with self._answer(ask, str(stream.peer)) as replies:
-                async for reply in replies:
-                    await self._send(stream, reply)
-            nursery.cancel_scope.cancel()
+        self._answering += 1
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._until_gone, stream, nursery.cancel_scope)
+                async with self._answer(ask, str(stream.peer)) as replies:
+                    async for reply in replies:
+                        await self._send(stream, reply)
+                nursery.cancel_scope.cancel()
+        finally:
+            self._answering -= 1
+            self._answered.set()
 
     async def _send(self, stream: Stream, reply: Reply) -> None:
         with trio.fail_after(limits.SEND_SECONDS_MAX):

@@ -91,6 +91,7 @@ class Leader:
         self._config = config
         self._threads = threads
         self._models_changed = trio.Event()
+        self._streams = PromptStreams(self.answer)
 
     # -- what others ask ----------------------------------------------------------------------------------------
 
@@ -134,7 +135,7 @@ class Leader:
         async with trio.open_nursery() as nursery:
             await nursery.start(self.members.watch.run)
             self.members.register()
-            PromptStreams(self.answer).register(self._network)
+            self._streams.register(self._network)
             while True:
                 self.opened = opened = await self._wait_for_model()
                 try:
@@ -200,11 +201,23 @@ class Leader:
         self.active = ActiveModel(opened, model, engine, remote, placer, prompts, config.combine)
         engine.start()
         _log.info("leader.model_loaded", model=manifest.name, term=self.term, context_tokens=model.context_tokens)
-        try:
-            await placer.run()
-        finally:
-            with trio.CancelScope(shield=True):
-                await engine.stop()
+        # When the daemon stops, the decode thread ends first, while its links still live: who asked then hears that the
+        # leader stops, and not that innocent workers were lost.
+        links = trio.CancelScope(shield=True)
+
+        async def place() -> None:
+            with links:
+                await placer.run()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(place)
+            try:
+                await trio.sleep_forever()
+            finally:
+                with trio.CancelScope(shield=True):
+                    await engine.stop()
+                    await self._streams.wait_idle()
+                links.cancel()
 
     def _load_trunk(self, opened: OpenModel, remote: RemoteExperts) -> LlamaModel:
         """Load the trunk, and check that its layers are those of the manifest and can be combined as configured."""
