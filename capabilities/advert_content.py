@@ -7,7 +7,7 @@ same. Who reads it knows only that the peer says so; what it says of precision c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, TypeVar
 
@@ -113,6 +113,16 @@ class BackendAdvert:
     repeatable: bool
     weights: tuple[WeightSpeed, ...]
 
+    def bounded(self) -> BackendAdvert:
+        """The same within an advert's limits."""
+        weights = {each.weight: each for each in self.weights if len(each.weight) <= _WORD_CHARS_MAX}
+        return replace(
+            self,
+            name=self.name[:_WORD_CHARS_MAX],
+            device=self.device[:NAME_CHARS_MAX],
+            weights=tuple(weights[name] for name in sorted(weights))[:WEIGHTS_MAX],
+        )
+
     def to_plain(self) -> Plain:
         weights = tuple((each.weight, each.numeric_class, each.rows_per_s) for each in self.weights)
         accumulation, source = _precision_to_plain(self.accumulation), _precision_to_plain(self.source)
@@ -156,6 +166,22 @@ class AdvertContent:
     held: tuple[HeldExperts, ...] = ()
     not_reached: tuple[str, ...] = ()
     membership: bytes = b""
+
+    def bounded(self) -> AdvertContent:
+        """The same within an advert's limits: texts cut, lists sorted, without repetitions and cut."""
+        backends = {(each.name, each.device): each for each in map(BackendAdvert.bounded, self.backends)}
+        held = {each.model: each for each in self.held}
+        fitting = dict.fromkeys(address for address in self.addresses if len(address) <= ADDRESS_CHARS_MAX)
+        return replace(
+            self,
+            name=self.name[:NAME_CHARS_MAX],
+            roles=tuple(sorted(set(self.roles))),
+            version=self.version[:NAME_CHARS_MAX],
+            addresses=tuple(fitting)[:ADDRESSES_MAX],
+            backends=tuple(backends[key] for key in sorted(backends))[:BACKENDS_MAX],
+            held=tuple(held[model] for model in sorted(held))[:MODELS_MAX],
+            not_reached=tuple(sorted(set(self.not_reached)))[:NOT_REACHED_MAX],
+        )
 
     def to_plain(self) -> tuple[Plain, ...]:
         return (

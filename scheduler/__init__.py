@@ -12,6 +12,10 @@ placement    which peer holds which experts
 dispatch     which rows of a layer go to which peer, and where its answers belong
 combine      the same with one sum a peer and token in place of rows: what is added to what, and in which order
 liveness     which peers still answer
+advert_book  who is in the swarm, by what peers say of themselves: the newest word of each, suspect, gone
+advert_pace  when this node speaks of itself; own_word is its numbering, and whether somebody else uses its name
+advert_findings   clocks, versions, addresses and copied identities that are wrong, by name
+own_time, rates   a clock that leaves out this process's sleep; how often somebody may
 """
 
 from __future__ import annotations

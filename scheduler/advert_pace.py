@@ -2,8 +2,8 @@
 
 Changes come in bursts (a shard loaded, then the next), so the advert waits a moment for the rest of the burst, and
 keeps a distance from the one before. An advert counts as a heartbeat. Nobody hears what is said before there is a
-neighbour, so the first neighbour counts as a change. Meeting a higher number of its own is one as well; if that goes
-on, a copy of this identity does the same, so each such advert doubles the distance to the next.
+neighbour, so it is said again when the first ones are met. Meeting a higher number of its own calls for an advert as
+well; if that goes on, a copy of this identity does the same, so each such advert doubles the distance to the next.
 """
 
 from __future__ import annotations
@@ -41,15 +41,24 @@ class AdvertPace:
         self._published = 0
         self._counter = 0
         self._full_at: float | None = None
+        self._met_at: float | None = None
         self._full_due = now
         self._heartbeat_due = now + HEARTBEAT_S * (1 + phase)
 
     def changed(self, now: float) -> None:
-        """What the advert would say is different now, or somebody new is there to hear it."""
+        """What the advert would say is different now."""
         earliest = now + DEBOUNCE_S
         if self._full_at is not None:
             earliest = max(earliest, self._full_at + self._distance_s)
         self._full_due = min(self._full_due, earliest)
+
+    def met(self, now: float) -> None:
+        """There are neighbours, and there were none before."""
+        if self._met_at is not None and now - self._met_at < DISTANCE_S:
+            self.changed(now)
+            return
+        self._met_at = now
+        self._full_due = min(self._full_due, now + DEBOUNCE_S)
 
     @property
     def due_at(self) -> float:

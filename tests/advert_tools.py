@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,7 +37,7 @@ def admit_certified(advert: Advert) -> None:
         raise PeerMistake("no member")
 
 
-def usual_content(held: Mapping[int, range] | None = None, **changes: Any) -> AdvertContent:
+def usual_content(**changes: Any) -> AdvertContent:
     """What a worker with one backend and shards of a 48-layer model says."""
     precision = MeasuredPrecision(Precision.F32, Precision.F16, Precision.F32)
     weights = tuple(WeightSpeed(name, "0123456789abcdef", 12_345) for name in ("F16", "Q4_K", "Q6_K", "Q8_0"))
@@ -52,7 +51,7 @@ def usual_content(held: Mapping[int, range] | None = None, **changes: Any) -> Ad
         backends=(BackendAdvert("ggml-cpu", "AMD Ryzen 7 5800X", precision, precision, True, True, weights),),
         memory_budget=2**34,
         memory_used=2**33,
-        held=(HeldExperts.of(MODEL, held or dict.fromkeys(range(48), range(10, 42))),),
+        held=(HeldExperts.of(MODEL, dict.fromkeys(range(48), range(10, 42))),),
         membership=b"member",
     )
     return replace(content, **changes)

@@ -158,6 +158,30 @@ def test_what_no_advert_may_say_is_an_error_of_ours() -> None:
         Speaking(PEER).make(1, roles=(Role.WORKER, Role.BACKBONE))
 
 
+def test_any_content_can_be_brought_within_the_limits() -> None:
+    good = usual_content()
+    (backend,) = good.backends
+    devices = tuple(replace(backend, device=f"{index:02d}" + "d" * 90, name="b" * 40) for index in reversed(range(20)))
+    wild = replace(
+        good,
+        name="n" * 100,
+        version="v" * 100,
+        roles=(Role.WORKER, Role.BACKBONE, Role.WORKER),
+        addresses=("a", "b" * 300, "a", *map(str, range(20))),
+        backends=(*devices, *devices),
+        held=tuple(HeldExperts.of(model * 32, {0: [0]}) for model in ("ff", "aa", "bb", "bb", "cc", "dd")),
+        not_reached=tuple(f"Peer{index}" for index in "987654321"),
+    )
+    with pytest.raises(ValueError, match="advert"):
+        Speaking(PEER, content=wild).make(1)
+    made = Speaking(PEER, content=wild.bounded()).make(1).content
+    assert made == wild.bounded() == wild.bounded().bounded()
+    assert made.addresses[:2] == ("a", "0")
+    assert made.roles == (Role.BACKBONE, Role.WORKER)
+    assert len(made.backends) == 8
+    assert good.bounded() == good
+
+
 def test_the_emptiest_advert_is_one() -> None:
     made = Speaking(PEER, content=AdvertContent()).make(1)
     assert Advert.from_bytes(made.to_bytes()).content == AdvertContent()

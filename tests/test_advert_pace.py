@@ -68,6 +68,20 @@ def test_a_burst_of_changes_is_one_advert_and_constant_change_is_one_each_ten_se
     assert len(fulls) <= 100 / DISTANCE_S + 1
 
 
+def test_the_first_neighbours_are_told_soon_and_a_flapping_connection_is_no_reason_to_shout() -> None:
+    loop = Loop()
+    loop.run(3)
+    met = loop.now
+    loop.pace.met(loop.now)
+    assert [when for when, _ in loop.run(5)] == pytest.approx([met + DEBOUNCE_S], abs=0.05)
+    first = loop.now
+    for _ in range(100):
+        loop.pace.met(loop.now)
+        loop.run(1)
+    fulls = [when for when, publication in loop.said if not publication.heartbeat and when >= first]
+    assert len(fulls) <= 100 / DISTANCE_S + 1
+
+
 def test_a_higher_number_is_jumped_past_soon_and_heartbeats_never_bear_it() -> None:
     loop = Loop()
     loop.run(40)

@@ -8,4 +8,9 @@ admission, joining  the two sides of /swarmnode/join/1 (join_messages)
 vote_file           a backbone peer's memory, and its seat's name
 commands            the control methods; offline runs them where there is no daemon
 errors, blobs       typed errors; byte strings within one
+
+adverts             what this node says of itself and hears of others: the service
+advert_exchange     /swarmnode/adverts/1: asking a neighbour for adverts
+dht                 adverts and holders of layers in the DHT
+neighbourhood       connections for the sake of gossip
 """
