@@ -139,8 +139,9 @@ _PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
 
 
 def allow_wide_kernels() -> None:
-    """Give up that part of batch invariance for speed. Only before the library is loaded."""
-    os.environ[_WIDE_KERNELS] = "1"
+    """Give up that part of batch invariance for speed. It is too late once the library is loaded: nothing happens."""
+    if not library.cache_info().currsize:
+        os.environ[_WIDE_KERNELS] = "1"
 
 
 class Library:

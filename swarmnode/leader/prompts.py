@@ -7,6 +7,7 @@ protocol's side of it, which is there before any model is.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from swarmnode.wire import read_frame
 _log = structlog.get_logger(__name__)
 
 EFFECTS_MAX: Final = 4096  # replies that wait for a slow asker; beyond, its request ends as overloaded
+_DISCARD_BYTES: Final = 64 << 10
 _LAST_WORDS_S: Final = 1.0  # for replies to leave when the leader stops
 _INLINE_TOKENIZE_CHARS: Final = 4096  # tokenising more goes to a thread
 
@@ -167,11 +169,12 @@ class PromptStreams:
         network.serve(PROTOCOL, self._handle, max_streams_per_peer=limits.PROMPT_STREAMS_PER_PEER_MAX)
 
     async def _handle(self, stream: Stream) -> None:
-        taken = 0
+        taken = refused = 0
 
         def take(_header: object, payload_bytes: int) -> None:
-            nonlocal taken
+            nonlocal taken, refused
             if self._text_bytes + payload_bytes > limits.REQUEST_TEXTS_BYTES_MAX:
+                refused = payload_bytes
                 raise Overloaded("this leader holds as much text as it can")
             taken = payload_bytes
             self._text_bytes += taken
@@ -182,8 +185,15 @@ class PromptStreams:
             await self._serve(stream, decode_ask(frame))
         except (Overloaded, UsageError) as error:
             await self._send(stream, Failed(error))
+            await self._discard(stream, refused)
         finally:
             self._text_bytes -= taken
+
+    async def _discard(self, stream: Stream, count: int) -> None:
+        """Take `count` bytes that the asker still sends: else the stream would end before it read why it is refused."""
+        with trio.move_on_after(limits.SEND_SECONDS_MAX), contextlib.suppress(NetworkError):
+            while count > 0:
+                count -= len(await stream.receive_exactly(min(count, _DISCARD_BYTES)))
 
     async def wait_idle(self) -> None:
         """Wait until every request has had its last reply, but not for long."""
