@@ -31,6 +31,7 @@ from scheduler.rates import TokenBucket
 
 TICK_S: Final = 1.0
 STRETCH_S: Final = 2.0  # a tick that came one tick late counts in full
+STEADY_S: Final = 10.0  # after our own sleep, messages are older than they look
 SUSPECT_S: Final = 50.0  # three heartbeats of 15 s missed, and five seconds of grace
 PEERS_MAX: Final = 1_024
 INSTANCES_MAX: Final = 4  # earlier ones of a peer, remembered to tell a restart from a clone
@@ -190,7 +191,7 @@ class AdvertBook:
                 return self._ignore(Ignored.FULL, peer)
             known = self._peers[peer] = _new_notes(advert, now)
         self._take(advert, known, time - age_s, time)
-        if wall_s is not None:
+        if wall_s is not None and self._clock.steady_s > STEADY_S:
             known.skew_s = round(advert.stamp_s - wall_s)
         self.accepted += 1
         return Heard(peer=peer, change=self._change(peer, known, time))

@@ -58,6 +58,22 @@ def test_a_clock_is_not_judged_by_an_advert_that_took_another_way() -> None:
     assert found(book) == []
 
 
+def test_a_clock_is_not_judged_by_what_lay_unread_while_this_process_slept() -> None:
+    book = new_book()
+    now = START
+    for _ in range(20):
+        now += 1
+        book.tick(now)
+    now += 900
+    assert book.hear(Speaking("PeerA", clock_s=WALL - 900).advert(), now, WALL).pass_on
+    assert found(book, now=now) == []
+    for _ in range(20):
+        now += 1
+        book.tick(now)
+    assert book.hear(Speaking("PeerA", sequence=1, clock_s=WALL - 900).advert(), now, WALL).pass_on
+    assert [finding.kind.value for finding in found(book, now=now)] == ["skewed_clock"]
+
+
 def test_other_versions_are_named() -> None:
     book = new_book()
     content = Speaking("PeerA").content

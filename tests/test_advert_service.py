@@ -301,6 +301,25 @@ async def test_a_restart_is_no_clone_and_goes_on_with_higher_numbers(autojump_cl
         nursery.cancel_scope.cancel()
 
 
+async def test_after_a_long_absence_too_a_node_jumps_past_its_own_higher_number(autojump_clock: MockClock) -> None:
+    identity, one_day_back = Identity.generate(), {1: -86_400.0}
+    async with (
+        open_memory_hub() as hub,
+        memory_nodes(hub, 3, [identity, identity], one_day_back) as (before, after, witness),
+        trio.open_nursery() as nursery,
+    ):
+        await connect_chain([before, witness])
+        await trio.sleep(20)
+        before.cancel.cancel()
+        await trio.sleep(1_000)
+        assert witness.states() == {identity.peer_id: PeerState.GONE}
+        nursery.start_soon(after.run)
+        await connect_chain([witness, after])
+        await trio.sleep(20)
+        assert witness.states() == {identity.peer_id: PeerState.READY}
+        nursery.cancel_scope.cancel()
+
+
 async def test_who_is_banned_is_forgotten(autojump_clock: MockClock) -> None:
     async with open_memory_hub() as hub, memory_nodes(hub, 2) as (one, other):
         await other.network.connect(one.network.addresses[0])

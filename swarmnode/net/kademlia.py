@@ -167,8 +167,6 @@ class KademliaNode:
             return
         if up:
             self._nursery.start_soon(self._enter, peer)
-        else:
-            self._reads.pop(peer, None)
 
     async def _enter(self, peer: PeerId) -> None:
         """Put a connected peer into the routing table, once its addresses are known."""
@@ -189,13 +187,10 @@ class KademliaNode:
             self._counts["streams_refused"] += 1
             await stream.reset()
             return
-        reads = self._reads.setdefault(
-            peer, TokenBucket(limits.DHT_READS_BURST, limits.DHT_READS_PER_SECOND, trio.current_time())
-        )
         self._serving[peer] += 1
         try:
             with trio.move_on_after(limits.DHT_SERVE_SECONDS_MAX) as scope:
-                await self._dht.handle_stream(_Bounded(stream, limits.DHT_REQUEST_BYTES_MAX, reads))
+                await self._dht.handle_stream(_Bounded(stream, limits.DHT_REQUEST_BYTES_MAX, self._reads_of(peer)))
             if scope.cancelled_caught:
                 self._counts["streams_refused"] += 1
                 await stream.reset()
@@ -203,6 +198,16 @@ class KademliaNode:
             self._serving[peer] -= 1
             if not self._serving[peer]:
                 del self._serving[peer]
+
+    def _reads_of(self, peer: PeerId) -> TokenBucket:
+        """How much the peer may still ask; remembered for a while after it has left."""
+        reads = self._reads.pop(peer, None)
+        if reads is None:
+            reads = TokenBucket(limits.DHT_READS_BURST, limits.DHT_READS_PER_SECOND, trio.current_time())
+        self._reads[peer] = reads
+        if len(self._reads) > limits.DHT_RATES_MAX:
+            del self._reads[next(iter(self._reads))]
+        return reads
 
     def check(self, name: str, value: bytes) -> int:
         """The rank of a value, whoever brought it. Raises PeerMistake."""
@@ -217,8 +222,10 @@ class KademliaNode:
 
     async def look_around(self) -> None:
         """Refresh the routing table now and then; drop what is too old."""
+        pause_s = limits.DHT_FIRST_REFRESH_SECONDS
         while True:
-            await trio.sleep(limits.DHT_REFRESH_SECONDS)
+            await trio.sleep(pause_s)
+            pause_s = limits.DHT_REFRESH_SECONDS
             try:
                 with trio.move_on_after(limits.DHT_LOOKUP_SECONDS_MAX):
                     await self._dht.peer_routing.refresh_routing_table()

@@ -8,7 +8,6 @@ hour.
 from __future__ import annotations
 
 import time
-from collections import Counter
 
 from libp2p.kad_dht.pb.kademlia_pb2 import Record
 from libp2p.kad_dht.provider_store import ProviderRecord, ProviderStore
@@ -58,8 +57,7 @@ class BoundedProviders(ProviderStore):  # type: ignore[misc]
     def _is_full_of(self, name: str, key: bytes) -> bool:
         if name in self.providers.get(key, ()):
             return False
-        counts = Counter(each for providers in self.providers.values() for each in providers)
-        return counts[name] >= limits.DHT_KEYS_PER_PROVIDER_MAX
+        return sum(name in known for known in self.providers.values()) >= limits.DHT_KEYS_PER_PROVIDER_MAX
 
     def get_providers(self, key: bytes) -> list[PeerInfo]:
         self.cleanup_expired()

@@ -220,6 +220,9 @@ DHT_READS_BURST: Final = 200
 DHT_READS_PER_SECOND: Final = 60.0
 """Of one peer, all its streams together. A request takes some three reads and two milliseconds."""
 
+DHT_RATES_MAX: Final = 512
+"""Peers whose rates are remembered, or a flood would be forgiven with each new connection."""
+
 DHT_LOOKUP_SECONDS_MAX: Final = 20.0
 """A whole look-up: two or three rounds, of which each may meet peers that do not answer."""
 
@@ -229,8 +232,9 @@ DHT_DIALS_BURST: Final = 10
 DHT_DIALS_PER_SECOND: Final = 1.0
 """Peers that a look-up connects to because others named them: those may name any address in the world."""
 
+DHT_FIRST_REFRESH_SECONDS: Final = 30.0
 DHT_REFRESH_SECONDS: Final = 600.0
-"""py-libp2p's own interval between two looks around."""
+"""py-libp2p's own interval between two looks around; the first one when connections have been made."""
 
 DHT_ADDRESSES_CACHED_SECONDS: Final = 10.0
 """Each of its messages carries this node's addresses; asking the system for them takes half a millisecond."""
