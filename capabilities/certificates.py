@@ -1,8 +1,9 @@
-"""Who leads a term: a member's signed vote, and the certificate that a quorum of them makes.
+"""Who leads a term: a member's signed vote, the certificate that a quorum of them makes, and the mandate.
 
 A term exists by its certificate alone. Votes name the swarm, the backbone version, the term and the leader, so none of
 them can be counted for anything else; a member votes once a term, whatever the version, so that no term has two
-leaders. Anybody who knows the backbone set can check a certificate, and nobody needs to trust who brought it.
+leaders. A mandate is a certificate with its backbone set: whoever knows the owner's key can check it, and nobody needs
+to trust who brought it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from capabilities.backbone import MEMBERS_MAX, BackboneSet, Sign, Verify
+from capabilities.backbone import MEMBERS_MAX, SET_BYTES_MAX, BackboneSet, Sign, Verify, VerifyOwner
 from capabilities.errors import PeerMistake
 from capabilities.packing import Fields, decode, pack
 
 VOTE_BYTES_MAX: Final = 320
 CERTIFICATE_BYTES_MAX: Final = 1_536  # nine votes of 133 bytes and 160 for what they share
+MANDATE_BYTES_MAX: Final = CERTIFICATE_BYTES_MAX + SET_BYTES_MAX + 16
 _FORMAT: Final = 1
 
 
@@ -133,3 +135,54 @@ class Certificate:
         if voters != sorted(set(voters)):
             raise PeerMistake("certificate: its votes are unsorted or not distinct")
         return cls(swarm, version, term, leader, votes)
+
+
+@dataclass(frozen=True)
+class Mandate:
+    """A certificate and the backbone set under which it counts: all that anybody needs in order to check who leads.
+
+    Versions of the backbone never go back as terms grow: once a quorum has voted under one, no quorum of an older one
+    is left to vote. So a mandate of a newer term and an older backbone is the work of members that were removed.
+    """
+
+    certificate: Certificate
+    backbone: BackboneSet
+
+    @property
+    def term(self) -> int:
+        return self.certificate.term
+
+    @property
+    def leader(self) -> str:
+        return self.certificate.leader
+
+    def verify(self, swarm: str, verify: Verify, verify_owner: VerifyOwner) -> None:
+        """PeerMistake unless a quorum of a backbone of this swarm gave this term to this leader."""
+        self.backbone.verify(swarm, verify_owner)
+        self.certificate.verify(self.backbone, verify)
+
+    def check_after(self, known: Mandate) -> None:
+        """PeerMistake unless an honest swarm can have given both mandates, this one not before the `known` one."""
+        if self.term == known.term and self.leader != known.leader:
+            raise PeerMistake(f"term {known.term} is certified for both {known.leader} and {self.leader}")
+        if self.term > known.term and self.backbone.version < known.backbone.version:
+            raise PeerMistake(f"term {self.term} is newer than {known.term}, but of an older backbone")
+
+    def to_bytes(self) -> bytes:
+        return self._bytes
+
+    @cached_property
+    def _bytes(self) -> bytes:
+        return pack((_FORMAT, self.certificate.to_bytes(), self.backbone.to_bytes()))
+
+    @classmethod
+    def from_bytes(cls, data: object) -> Mandate:
+        """PeerMistake unless these are the canonical bytes of one. Signatures are not checked."""
+        return decode(data, "mandate", MANDATE_BYTES_MAX, cls._read)
+
+    @classmethod
+    def _read(cls, value: object) -> Mandate:
+        fields = Fields(value, 3, "mandate")
+        fields.format(_FORMAT)
+        certificate = Certificate.from_bytes(fields.blob("certificate", CERTIFICATE_BYTES_MAX))
+        return cls(certificate, BackboneSet.from_bytes(fields.blob("backbone", SET_BYTES_MAX)))

@@ -58,17 +58,11 @@ class BackboneLedger:
         """Whether this peer may vote: a member of the acting version with the vote file that it has."""
         return self.acting is not None and self.acting.seats(self.peer, self.vote_file)
 
-    def of_version(self, version: int) -> BackboneSet | None:
-        """The set of a version, if it is the one that acts, the one before or the one pending."""
-        return next((found for found in self._known() if found is not None and found.version == version), None)
-
-    def _known(self) -> tuple[BackboneSet | None, ...]:
-        return self.acting, self.pending, None if self.enactment is None else self.enactment.previous
-
     def concerned(self) -> tuple[str, ...]:
         """Members of the acting, the previous and the pending version, but this peer; sorted."""
         if self._concerned is None:
-            known = [backbone for backbone in self._known() if backbone is not None]
+            previous = None if self.enactment is None else self.enactment.previous
+            known = [backbone for backbone in (self.acting, self.pending, previous) if backbone is not None]
             self._concerned = tuple(sorted({peer for backbone in known for peer in backbone.peers} - {self.peer}))
         return self._concerned
 
@@ -92,10 +86,15 @@ class BackboneLedger:
         return [(peer, self.update()) for peer in sorted(unaware)]
 
     def answer(self, peer: str, version: int, time: float) -> list[tuple[str, Message]]:
-        """A peer said which version acts for it: tell one that is behind, at most every SHARE_S."""
-        if version >= self.version or peer not in self.concerned() or time - self._told.get(peer, -SHARE_S) < SHARE_S:
+        """A peer said which version acts for it: tell one that is behind, ask one that is ahead by telling it as well.
+
+        At most every SHARE_S for each peer concerned, and for all strangers together: a member that was removed, or a
+        new one, may not know the peers that it should.
+        """
+        turn = peer if peer in self.concerned() else ""
+        if version == self.version or time - self._told.get(turn, -SHARE_S) < SHARE_S:
             return []
-        self._told[peer] = time
+        self._told[turn] = time
         return [(peer, self.update())]
 
     # -- learning -----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ once. A round has one term, and ends when its time is over.
 
 from __future__ import annotations
 
-from capabilities.certificates import Certificate, Vote
+from capabilities.certificates import Certificate, Mandate, Vote
 from scheduler.election_messages import Message, PreVoteRequest, VoteRequest
 from scheduler.election_times import HEARTBEAT_S, TERM_STEP_MAX
 from scheduler.voter import Voter
@@ -48,14 +48,14 @@ class Candidacy:
         """Whether a quorum, this peer included, would vote for it."""
         return self._backbone.is_quorum(self._grants)
 
-    def call(self, time: float, seconds: float) -> Certificate | None:
-        """Ask for votes from now on, beginning with one's own; the certificate if that is enough."""
+    def call(self, time: float, seconds: float) -> Mandate | None:
+        """Ask for votes from now on, beginning with one's own; the mandate if that is enough."""
         assert self._voter.may_vote(self._voter.peer, self.term, self._backbone.version)
         self._calling, self.due = True, time + seconds
         return self._add(self._voter.vote(self._voter.peer, self.term))
 
-    def count(self, vote: Vote) -> Certificate | None:
-        """A member's vote came, after `call`; the certificate if that makes a quorum. Other votes are passed over.
+    def count(self, vote: Vote) -> Mandate | None:
+        """A member's vote came, after `call`; the mandate if that makes a quorum. Other votes are passed over.
 
         Raises:
             PeerMistake: the voter did not sign it.
@@ -65,6 +65,8 @@ class Candidacy:
         self._voter.check(vote)
         return self._add(vote)
 
-    def _add(self, vote: Vote) -> Certificate | None:
+    def _add(self, vote: Vote) -> Mandate | None:
         self._votes[vote.voter] = vote
-        return Certificate.of(self._votes.values()) if self._backbone.is_quorum(self._votes) else None
+        if not self._backbone.is_quorum(self._votes):
+            return None
+        return Mandate(Certificate.of(self._votes.values()), self._backbone)

@@ -9,7 +9,7 @@ election_state.py; the promises are kept in voter.py, and the backbone changes i
     a message of a peer           receive(message, sender, now)       PeerMistake if no honest peer sends such a one
     trunk, fitness, coverage      report(eligible=..., covers=..., now=now)
     drain                         hand_over(now)
-    a certificate from elsewhere  learn(certificate, now)
+    a mandate from elsewhere      learn(mandate, now)
     the owner's next backbone     propose(backbone, now)
 
 Each returns a `Ready`: what to store, then to send, then to announce. Why it is safe: a vote is stored before it is
@@ -22,14 +22,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from capabilities.backbone import BackboneSet
-from capabilities.certificates import Certificate
+from capabilities.certificates import Mandate
 from capabilities.errors import PeerMistake
 from scheduler import election_messages as messages
 from scheduler import election_times as times
 from scheduler.backbone_ledger import Keys
 from scheduler.candidacy import Candidacy
 from scheduler.election_roles import TRANSITIONS, Cause, Role
-from scheduler.election_state import NOTHING, BackboneChanged, HandOverFailed, HardState, LeaderChanged, Outbox, Ready
+from scheduler.election_state import BackboneChanged, HandOverFailed, HardState, LeaderChanged, Outbox, Ready
 from scheduler.election_status import ElectionStatus, describe
 from scheduler.leadership import Leadership
 from scheduler.voter import Voter
@@ -76,9 +76,9 @@ class Election:
         return self._voter.term
 
     @property
-    def certificate(self) -> Certificate | None:
-        """That term's certificate."""
-        return self._voter.certificate
+    def mandate(self) -> Mandate | None:
+        """That term's mandate."""
+        return self._voter.mandate
 
     @property
     def backbone(self) -> BackboneSet | None:
@@ -92,7 +92,7 @@ class Election:
 
     def status(self) -> ElectionStatus:
         """For people: what this peer knows, and why nobody leads if nobody does."""
-        heard = [peer for peer, time in self._heard.items() if self._time - time < times.ELECTION_S_MAX]
+        heard = [peer for peer, time in self._heard.items() if self._time - time < times.ELECTION_S_MIN]
         return describe(self._role, self._leader, self._voter, heard, eligible=self._eligible)
 
     # -- events -------------------------------------------------------------------------------------------------
@@ -125,19 +125,17 @@ class Election:
         elif sender in self._ledger.concerned():
             self._heard[sender] = self._time
             self._handle(message, sender)
-        else:
-            return NOTHING
         self._out.messages += self._ledger.answer(sender, message.version, self._time)
         return self._ready()
 
-    def learn(self, certificate: Certificate, now: float) -> Ready:
-        """A certificate from elsewhere: an advert, or a worker that refused an older term.
+    def learn(self, mandate: Mandate, now: float) -> Ready:
+        """A mandate from elsewhere: an advert, or a worker that refused an older term.
 
         Raises:
             PeerMistake: it is none.
         """
         self._advance(now)
-        self._adopt(certificate)
+        self._adopt(mandate)
         return self._ready()
 
     def report(self, *, eligible: bool, covers: bool, now: float) -> Ready:
@@ -190,11 +188,11 @@ class Election:
     # -- following ----------------------------------------------------------------------------------------------
 
     def _on_heartbeat(self, message: messages.Heartbeat, sender: str) -> None:
-        if message.certificate is not None:
-            if (message.certificate.term, message.certificate.leader) != (message.term, sender):
-                raise PeerMistake(f"{sender} shows another term's or leader's certificate in its heartbeat")
-            self._adopt(message.certificate)
-        current = self._voter.certificate
+        if message.mandate is not None:
+            if (message.mandate.term, message.mandate.leader) != (message.term, sender):
+                raise PeerMistake(f"{sender} shows another term's or leader's mandate in its heartbeat")
+            self._adopt(message.mandate)
+        current = self._voter.mandate
         if current is not None and current.term == message.term:
             if current.leader != sender:
                 raise PeerMistake(f"{sender} says that it leads term {message.term}, which {current.leader} leads")
@@ -211,14 +209,14 @@ class Election:
         if self._eligible and self._move(Cause.LEADER_MISSED):
             self._start_campaign()
 
-    def _adopt(self, certificate: Certificate) -> None:
-        if self._voter.adopt(certificate):
+    def _adopt(self, mandate: Mandate) -> None:
+        if self._voter.adopt(mandate):
             self._hint = 0
             self._leave(Cause.NEWER_TERM)
-            self._leader = None if certificate.leader == self.peer else certificate.leader
+            self._leader = None  # until it is heard
 
-    def _newer_than(self, term: int) -> Certificate | None:
-        return self._voter.certificate if self.term > term else None
+    def _newer_than(self, term: int) -> Mandate | None:
+        return self._voter.mandate if self.term > term else None
 
     # -- voting -------------------------------------------------------------------------------------------------
 
@@ -244,7 +242,7 @@ class Election:
     # -- campaigning --------------------------------------------------------------------------------------------
 
     def _on_timeout_now(self, message: messages.TimeoutNow, sender: str) -> None:
-        current = self._voter.certificate
+        current = self._voter.mandate
         if current is None or (current.term, current.leader) != (message.term, sender) or not self._eligible:
             return
         if self._move(Cause.ASKED_TO_LEAD):
@@ -273,8 +271,8 @@ class Election:
                 self._out.messages += candidacy.requests(self._time)
 
     def _on_pre_vote_reply(self, message: messages.PreVoteReply, sender: str) -> None:
-        if message.certificate is not None:
-            self._adopt(message.certificate)
+        if message.mandate is not None:
+            self._adopt(message.mandate)
         candidacy = self._candidacy
         if candidacy is None or self._role is not Role.PRE_CANDIDATE or message.term != candidacy.term:
             return
@@ -285,32 +283,32 @@ class Election:
             self._call_the_vote(candidacy)
 
     def _call_the_vote(self, candidacy: Candidacy) -> None:
-        certificate = candidacy.call(self._time, self._round_length())
-        if certificate is not None:
-            self._win(certificate)
+        mandate = candidacy.call(self._time, self._round_length())
+        if mandate is not None:
+            self._win(mandate)
         else:
             self._out.messages += candidacy.requests(self._time)
 
     def _on_vote_reply(self, message: messages.VoteReply, sender: str) -> None:
         if message.vote is not None and message.vote.voter != sender:
             raise PeerMistake(f"{sender} sent a vote of {message.vote.voter}")
-        if message.certificate is not None:
-            self._adopt(message.certificate)
+        if message.mandate is not None:
+            self._adopt(message.mandate)
         candidacy = self._candidacy
         if candidacy is None or self._role is not Role.CANDIDATE:
             return
         if message.vote is None:
             self._hint = max(self._hint, message.floor)
             return
-        certificate = candidacy.count(message.vote)
-        if certificate is not None:
-            self._win(certificate)
+        mandate = candidacy.count(message.vote)
+        if mandate is not None:
+            self._win(mandate)
 
     # -- leading ------------------------------------------------------------------------------------------------
 
-    def _win(self, certificate: Certificate) -> None:
+    def _win(self, mandate: Mandate) -> None:
         assert self._ledger.acting is not None
-        self._voter.certificate = certificate
+        self._voter.mandate = mandate
         self._candidacy, self._hint = None, 0
         self._move(Cause.WON)
         self._leader = self.peer
@@ -327,8 +325,8 @@ class Election:
             leadership.failed = None
 
     def _on_heartbeat_reply(self, message: messages.HeartbeatReply, sender: str) -> None:
-        if message.certificate is not None:
-            self._adopt(message.certificate)
+        if message.mandate is not None:
+            self._adopt(message.mandate)
         if self._leadership is not None:
             self._leadership.answered(sender, message)
 
@@ -392,5 +390,5 @@ class Election:
             self._miss_leader()  # there is nobody else to ask
         if (self.term, self._leader) != self._announced:
             self._announced = (self.term, self._leader)
-            self._out.changes.append(LeaderChanged(self.term, self._leader, self._voter.certificate))
+            self._out.changes.append(LeaderChanged(self.term, self._leader, self._voter.mandate))
         return self._out.take(self._voter.unsaved())

@@ -20,7 +20,7 @@ from capabilities.backbone import (
     Enactment,
     Stored,
 )
-from capabilities.certificates import CERTIFICATE_BYTES_MAX, VOTE_BYTES_MAX, Certificate, Vote
+from capabilities.certificates import MANDATE_BYTES_MAX, VOTE_BYTES_MAX, Mandate, Vote
 from capabilities.errors import PeerMistake
 from capabilities.packing import Fields, Plain
 
@@ -28,12 +28,12 @@ WORDS_MAX: Final = MEMBERS_MAX + 1
 """Members of two versions that differ by one."""
 
 MESSAGE_BYTES_MAX: Final = ENACTMENT_BYTES_MAX + SET_BYTES_MAX + WORDS_MAX * (STORED_BYTES_MAX + 4) + 64
-"""The longest message, a BackboneUpdate, as msgpack. All others stay under 2 KiB."""
+"""The longest message, a BackboneUpdate, as msgpack. All others stay under 3 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreVoteRequest:
-    """Would you vote for me in `term`? `certified` is the newest term that the sender has a certificate of."""
+    """Would you vote for me in `term`? `certified` is the newest term that the sender has a mandate of."""
 
     version: int
     term: int
@@ -42,13 +42,13 @@ class PreVoteRequest:
 
 @dataclass(frozen=True, slots=True)
 class PreVoteReply:
-    """`floor`: no term up to this one gets the sender's vote. `certificate`: given if it is newer than the asker's."""
+    """`floor`: no term up to this one gets the sender's vote. `mandate`: given if it is newer than the asker's."""
 
     version: int
     term: int
     granted: bool
     floor: int
-    certificate: Certificate | None
+    mandate: Mandate | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,28 +63,28 @@ class VoteRequest:
 
 @dataclass(frozen=True, slots=True)
 class VoteReply:
-    """The vote, or None and why not: `floor` and `certificate` as in PreVoteReply."""
+    """The vote, or None and why not: `floor` and `mandate` as in PreVoteReply."""
 
     version: int
     term: int
     vote: Vote | None
     floor: int
-    certificate: Certificate | None
+    mandate: Mandate | None
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """I lead `term`. The certificate comes along until the follower has shown that it has it."""
+    """I lead `term`. The mandate comes along until the follower has shown that it has it."""
 
     version: int
     term: int
     number: int
-    certificate: Certificate | None
+    mandate: Mandate | None
 
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
-    """Answer to heartbeat `number`. `term`: the newest that the sender has a certificate of; it comes along if newer.
+    """Answer to heartbeat `number`. `term`: the newest that the sender has a mandate of; it comes along if newer.
 
     `eligible`: the sender may lead (it holds the trunk and is fit); `covers`: it reaches a copy of every expert.
     """
@@ -94,7 +94,7 @@ class HeartbeatReply:
     number: int
     eligible: bool
     covers: bool
-    certificate: Certificate | None
+    mandate: Mandate | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ _READ: Final[dict[str, Callable[[Fields, str], Any]]] = {
     "eligible": _flag,
     "covers": _flag,
     "vote": _record(VOTE_BYTES_MAX, Vote.from_bytes),
-    "certificate": _record(CERTIFICATE_BYTES_MAX, Certificate.from_bytes),
+    "mandate": _record(MANDATE_BYTES_MAX, Mandate.from_bytes),
     "enactment": _record(ENACTMENT_BYTES_MAX, Enactment.from_bytes),
     "pending": _record(SET_BYTES_MAX, BackboneSet.from_bytes),
     "words": _words,

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Final, TypeAlias
 
 from capabilities.backbone import ENACTMENT_BYTES_MAX, SET_BYTES_MAX, VOTE_FILE_BYTES, BackboneSet, Enactment
-from capabilities.certificates import CERTIFICATE_BYTES_MAX, Certificate
+from capabilities.certificates import MANDATE_BYTES_MAX, Mandate
 from capabilities.errors import PeerMistake, SwarmError
 from capabilities.packing import Fields, decode, pack
 from scheduler.election_messages import Message
 
-STATE_BYTES_MAX: Final = ENACTMENT_BYTES_MAX + CERTIFICATE_BYTES_MAX + SET_BYTES_MAX + 512
+STATE_BYTES_MAX: Final = ENACTMENT_BYTES_MAX + MANDATE_BYTES_MAX + SET_BYTES_MAX + 512
 _CHECKSUM_BYTES: Final = 32
 _FORMAT: Final = 1
 
@@ -43,13 +43,13 @@ class Ballot:
 
 @dataclass(frozen=True, slots=True)
 class HardState:
-    """The vote file's content. `vote_file` is its random name; `enactment` proves the backbone that acts, `pending` is
-    the version after it that this peer has stored."""
+    """The vote file's content. `vote_file` is its random name, `mandate` the newest term's; `enactment` proves the
+    backbone that acts, `pending` is the version after it that this peer has stored."""
 
     swarm: str
     vote_file: bytes
     voted: Ballot | None = None
-    certificate: Certificate | None = None
+    mandate: Mandate | None = None
     enactment: Enactment | None = None
     pending: BackboneSet | None = None
 
@@ -71,7 +71,7 @@ class HardState:
 
     def to_bytes(self) -> bytes:
         voted = () if self.voted is None else (self.voted.version, self.voted.term, self.voted.leader)
-        records = (self.certificate, self.enactment, self.pending)
+        records = (self.mandate, self.enactment, self.pending)
         packed = (b"" if record is None else record.to_bytes() for record in records)
         return pack((_FORMAT, self.swarm, self.vote_file, voted, *packed))
 
@@ -81,14 +81,14 @@ class HardState:
         fields.format(_FORMAT)
         swarm, vote_file = fields.swarm(), fields.blob("name", VOTE_FILE_BYTES, VOTE_FILE_BYTES)
         voted = fields.array("voted", 3)
-        certificate = fields.blob("certificate", CERTIFICATE_BYTES_MAX)
+        mandate = fields.blob("mandate", MANDATE_BYTES_MAX)
         enactment = fields.blob("enactment", ENACTMENT_BYTES_MAX)
         pending = fields.blob("pending", SET_BYTES_MAX)
         return cls(
             swarm,
             vote_file,
             _read_ballot(voted) if voted else None,
-            Certificate.from_bytes(certificate) if certificate else None,
+            Mandate.from_bytes(mandate) if mandate else None,
             Enactment.from_bytes(enactment) if enactment else None,
             BackboneSet.from_bytes(pending) if pending else None,
         )
@@ -121,15 +121,15 @@ def unseal(data: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class LeaderChanged:
-    """Who leads, as this peer sees it; None: nobody that it knows of. The certificate is `term`'s, None before any.
+    """Who leads, as this peer sees it; None: nobody that it knows of. The mandate is `term`'s, None before any.
 
-    With this peer's own id: from now on it leads the term, and shows the certificate to workers and askers. With
-    anything else: if it led, it leads no more.
+    With this peer's own id: from now on it leads the term, and shows the mandate to workers and askers. With anything
+    else, or another term: it leads no longer what it led before.
     """
 
     term: int
     leader: str | None
-    certificate: Certificate | None
+    mandate: Mandate | None
 
 
 @dataclass(frozen=True, slots=True)

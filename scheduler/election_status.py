@@ -28,7 +28,7 @@ class ElectionStatus:
 
 
 def describe(role: Role, leader: str | None, voter: Voter, heard: Collection[str], *, eligible: bool) -> ElectionStatus:
-    """From an election's parts. `heard`: peers heard within an election timeout."""
+    """From an election's parts. `heard`: peers heard lately."""
     ledger = voter.ledger
     members = () if ledger.acting is None else ledger.acting.peers
     answering = tuple(member for member in members if member == voter.peer or member in heard)

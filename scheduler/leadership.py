@@ -24,7 +24,7 @@ _ROUNDS_KEPT = round(LEASE_S / HEARTBEAT_S) + 1  # an answer to an older heartbe
 @dataclass(slots=True)
 class _Follower:
     heard: float  # when the newest heartbeat that it answered was sent
-    certified: bool = False  # it has this term's certificate
+    informed: bool = False  # it has this term's mandate
     eligible: bool = False
     covers: bool = False
 
@@ -71,7 +71,7 @@ class Leadership:
         if follower is None or sent is None:
             return
         follower.heard = max(follower.heard, sent)
-        follower.certified = reply.term >= self._voter.term
+        follower.informed = reply.term >= self._voter.term
         follower.eligible, follower.covers = reply.eligible, reply.covers
 
     def tick(self, time: float, *, covers: bool) -> list[tuple[str, Message]]:
@@ -86,10 +86,10 @@ class Leadership:
     def _heartbeats(self, time: float) -> list[tuple[str, Message]]:
         self._number += 1
         self._rounds.append((self._number, time))
-        version, term, certificate = self._voter.ledger.version, self._voter.term, self._voter.certificate
+        version, term = self._voter.ledger.version, self._voter.term
         bare = Heartbeat(version, term, self._number, None)
-        full = Heartbeat(version, term, self._number, certificate)
-        return [(peer, bare if follower.certified else full) for peer, follower in self._followers.items()]
+        full = Heartbeat(version, term, self._number, self._voter.mandate)
+        return [(peer, bare if follower.informed else full) for peer, follower in self._followers.items()]
 
     # -- handing over -------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class Leadership:
             (follower.covers, follower.heard, peer)
             for peer, follower in self._followers.items()
             if follower.eligible
-            and follower.certified
+            and follower.informed
             and time - follower.heard <= LEASE_S
             and (follower.covers or not only_covering)
             and peer not in but

@@ -7,8 +7,7 @@ highest known (`floor`). A term is believed by its certificate alone.
 from __future__ import annotations
 
 from capabilities.backbone import BackboneSet, Enactment
-from capabilities.certificates import Certificate, Vote
-from capabilities.errors import PeerMistake
+from capabilities.certificates import Mandate, Vote
 from scheduler.backbone_ledger import BackboneLedger, Keys
 from scheduler.election_state import Ballot, HardState
 from scheduler.election_times import TERM_STEP_MAX
@@ -20,7 +19,7 @@ class Voter:
     def __init__(self, peer: str, state: HardState, keys: Keys) -> None:
         self.ledger = BackboneLedger.of(peer, state, keys)
         self.voted = state.voted
-        self.certificate = state.certificate
+        self.mandate = state.mandate
         self.peer = peer
         self._keys = keys
         self._saved = self._parts()
@@ -29,7 +28,7 @@ class Voter:
     @property
     def term(self) -> int:
         """The newest certified term, 0 before any."""
-        return 0 if self.certificate is None else self.certificate.term
+        return 0 if self.mandate is None else self.mandate.term
 
     @property
     def floor(self) -> int:
@@ -50,8 +49,8 @@ class Voter:
         self._saved = parts
         return HardState(self.ledger.swarm, self.ledger.vote_file, *parts)
 
-    def _parts(self) -> tuple[Ballot | None, Certificate | None, Enactment | None, BackboneSet | None]:
-        return self.voted, self.certificate, self.ledger.enactment, self.ledger.pending
+    def _parts(self) -> tuple[Ballot | None, Mandate | None, Enactment | None, BackboneSet | None]:
+        return self.voted, self.mandate, self.ledger.enactment, self.ledger.pending
 
     def may_vote(self, candidate: str, term: int, version: int) -> bool:
         """Whether the promises so far allow a vote for `candidate` in `term` under that backbone version."""
@@ -73,26 +72,19 @@ class Voter:
         """PeerMistake unless its voter signed it."""
         vote.verify(self._keys.verify)
 
-    def adopt(self, certificate: Certificate) -> bool:
-        """Believe in a newer term. False: it is not newer, or of a backbone version that this peer does not know.
+    def adopt(self, mandate: Mandate) -> bool:
+        """Believe in a newer term. False: it is not newer.
 
         Raises:
-            PeerMistake: it is no certificate, or names another leader of the term that this peer knows.
+            PeerMistake: it is no mandate of this swarm, or contradicts the one that this peer knows.
         """
-        current = self.certificate
-        if certificate.term < self.term or certificate == current:
+        known = self.mandate
+        if mandate.term < self.term or (known is not None and mandate.certificate == known.certificate):
             return False
-        backbone = self.ledger.of_version(certificate.backbone_version)
-        if backbone is None:
+        mandate.verify(self.ledger.swarm, self._keys.verify, self._keys.verify_owner)
+        if known is not None:
+            mandate.check_after(known)
+        if mandate.term == self.term:
             return False
-        certificate.verify(backbone, self._keys.verify)
-        if current is not None and certificate.term == current.term:
-            if certificate.leader != current.leader:
-                raise PeerMistake(
-                    f"term {current.term} is certified for both {current.leader} and {certificate.leader}"
-                )
-            return False
-        if current is not None and certificate.backbone_version < current.backbone_version:
-            raise PeerMistake(f"term {certificate.term} is newer than {current.term}, but of an older backbone")
-        self.certificate = certificate
+        self.mandate = mandate
         return True
