@@ -338,6 +338,7 @@ class Election:
             return
         self._out.changes.append(BackboneChanged(acting, self._ledger.seated))
         self._out.messages += self._ledger.tell_all(self._time)
+        self._heard = {peer: time for peer, time in self._heard.items() if peer in self._ledger.concerned()}
         if not self._ledger.seated:
             self._leave(Cause.UNSEATED)
         elif self._leadership is not None:

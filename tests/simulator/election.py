@@ -37,7 +37,7 @@ class BackbonePeer:
         """`first`: the owner's first backbone, which its members have from the beginning."""
         self.host = host
         self.election: Election | None = None  # None until the vote file is there
-        self.on_leader: Callable[[LeaderChanged], None] = lambda change: None
+        self.on_leader: list[Callable[[LeaderChanged], None]] = []  # hear who leads, and so whether this host does
         self._parts = parts
         self._checks = checks
         self._first = first
@@ -130,7 +130,8 @@ class BackbonePeer:
             if isinstance(change, LeaderChanged):
                 self.host.world.note(f"{self.host.name} sees {change.leader} lead {change.term}")
                 self._checks.leads(self.host, change)
-                self.on_leader(change)
+                for hear in self.on_leader:
+                    hear(change)
             elif isinstance(change, BackboneChanged):
                 self.host.world.note(f"{self.host.name} acts under backbone {change.backbone.version}")
 
@@ -171,7 +172,7 @@ class Orders:
         self._leads: LeaderChanged | None = None
         self._number = 0
         self._aware: set[str] = set()
-        peer.on_leader = self._leader_changed
+        peer.on_leader.append(self._leader_changed)
 
     def start(self) -> None:
         pass
