@@ -74,8 +74,9 @@ def forged(message: bytes) -> bytes:
 def test_whatever_is_wrong_is_ignored_and_counted_by_reason() -> None:
     book, peer = new_book(admit=admit_certified), Speaking(A, content=replace(Speaking(A).content))
     old, old_heartbeat = peer.advert(), peer.heartbeat()
-    newest = peer.advert()
+    newest, beat = peer.advert(), peer.heartbeat()
     assert book.hear(newest, START).pass_on
+    assert book.hear(beat, START).pass_on
     other_swarm = Speaking(B, swarm="77" * 32)
     cases = [
         (b"", Ignored.MALFORMED),
@@ -93,6 +94,7 @@ def test_whatever_is_wrong_is_ignored_and_counted_by_reason() -> None:
         (old, Ignored.OLDER),
         (old_heartbeat, Ignored.OLDER),
         (newest, Ignored.REPLAY),
+        (beat, Ignored.REPLAY),
         (Speaking(B, sequence=9).heartbeat(), Ignored.UNKNOWN_PEER),
     ]
     for message, reason in cases:

@@ -118,6 +118,18 @@ async def test_a_node_that_cannot_be_reached_asks_without_being_named_to_others(
         assert nodes[3].network.peer_id not in known
 
 
+async def test_an_old_copy_at_hand_does_not_hide_what_others_know() -> None:
+    async with chain(3) as nodes:
+        assert await nodes[0].dht.put(NAME, value(5))
+        store, key = nodes[2].dht._dht.value_store, NAME.encode()
+        store.put_record(key, Record(key=key, value=value(1)))
+        assert await nodes[2].dht.get(NAME) == value(5)
+        assert store.get(key).value == value(5)
+        for node in nodes[:2]:
+            node.dht._dht.value_store.put_record(key, Record(key=key, value=value(3)))
+        assert await nodes[2].dht.get(NAME) == value(5), "what is at hand counts as well"
+
+
 async def test_a_node_alone_has_only_what_it_put() -> None:
     async with chain(1) as (node,):
         with trio.fail_after(5):
