@@ -6,9 +6,10 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -25,6 +26,7 @@ from tests.simulator.__main__ import RECOVERY_S_P99_MAX, main
 from tests.simulator.checks import Checks
 from tests.simulator.election import BackbonePeer, Parts
 from tests.simulator.failover import time_to_replace
+from tests.simulator.host import Host
 from tests.simulator.runner import Report, load, run
 from tests.simulator.swarm import simulate
 
@@ -83,6 +85,29 @@ def test_a_report_is_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert simulate(7).trace_hash in capsys.readouterr().out
 
 
+class Greeter:
+    """A further behaviour: greets its neighbour twice a second, and hears those that greet it."""
+
+    channel = "greetings"
+    heard: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+    def start(self) -> None:
+        self.host.send(self.host.random.choice(["B1", "W1", "W2"]), self.channel, "good day")
+        self.host.after(0.5, self.start)
+
+    def receive(self, sender: str, message: str) -> None:
+        self.heard[self.host.name] += 1
+
+
+def test_further_behaviours_join() -> None:
+    assert simulate(3, Parts(more=lambda host: [Greeter(host)])).breach is None
+    assert set(Greeter.heard) == {"B1", "W1", "W2"}
+    assert min(Greeter.heard.values()) > 10
+
+
 # --- Planted bugs: each must be found --------------------------------------------------------------------------------
 
 
@@ -133,13 +158,13 @@ def _votes_twice(voter: Voter, candidate: str, term: int, version: int) -> bool:
     return acting is not None and version == acting.version and voter.ledger.seated and candidate in acting.peers
 
 
-_on_heartbeat = Election._on_heartbeat
+class FollowsBareTerms(Election):
+    """Believes in a leader because it says that it leads."""
 
-
-def _follows_bare_terms(election: Election, message: Heartbeat, sender: str) -> None:
-    _on_heartbeat(election, message, sender)
-    if message.term > election.term:
-        election._leader, election._leader_heard = sender, election._time
+    def _on_heartbeat(self, message: Heartbeat, sender: str) -> None:
+        super()._on_heartbeat(message, sender)
+        if message.term > self.term:
+            self._leader, self._leader_heard = sender, self._time
 
 
 def _enacts_at_once(ledger: BackboneLedger) -> None:
@@ -175,12 +200,7 @@ def _found(parts: Parts, seeds: int, breach: Callable[[str], bool]) -> bool:
         pytest.param(Parts(guard=ObeysAnyTerm), [], "old leader", id="no term check in orders"),
         pytest.param(Parts(guard=ObeysBareTerms), [], "uncertified order", id="an uncertified term obeyed"),
         pytest.param(Parts(guard=ObeysBeforeStoring), [], "term not stored", id="a term obeyed before fsync"),
-        pytest.param(
-            Parts(),
-            [(Election, "_on_heartbeat", _follows_bare_terms)],
-            "uncertified",
-            id="an uncertified term followed",
-        ),
+        pytest.param(Parts(election=FollowsBareTerms), [], "uncertified", id="an uncertified term followed"),
         pytest.param(Parts(), [(Mandate, "verify", lambda *args: None)], "uncertified", id="certificates not checked"),
         pytest.param(
             Parts(), [(Leadership, "lease_over", lambda leadership, time: False)], "lease", id="a lease without quorum"
