@@ -45,6 +45,7 @@ MESSAGES_PER_S: Final = 0.2
 
 MESSAGE_FORMAT: Final = 1
 _ADVERT, _HEARTBEAT = 0, 1
+_FORMATS_MAX: Final = 16  # beyond, it is junk rather than a later version
 
 
 class PeerState(StrEnum):
@@ -259,7 +260,7 @@ class AdvertBook:
             return self._ignore(Ignored.UNKNOWN_PEER, peer, wanted=peer)
         if number[0] == known.advert.sequence and heartbeat.instance != known.advert.instance:
             return self._conflict(heartbeat, known, time)
-        if not known.bucket.take(now):
+        if not known.bucket.take(now) and (known.left or not heartbeat.leaving):
             return self._ignore(Ignored.TOO_OFTEN, peer)
         known.newest, known.heard, known.left = number, time, heartbeat.leaving
         known.phase, known.policy, known.load = heartbeat.phase, heartbeat.policy, heartbeat.load
@@ -280,7 +281,7 @@ class AdvertBook:
         return self._ignore(Ignored.OWN)
 
     def _ignore_format(self, message: bytes) -> Heard:
-        if len(message) < 2 or message[0] in (0, MESSAGE_FORMAT):
+        if len(message) < 2 or message[0] == MESSAGE_FORMAT or not 0 < message[0] <= _FORMATS_MAX:
             return self._ignore(Ignored.MALFORMED)
         self.other_formats[message[0]] += 1
         return self._ignore(Ignored.OTHER_FORMAT)

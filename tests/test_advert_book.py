@@ -86,6 +86,7 @@ def test_whatever_is_wrong_is_ignored_and_counted_by_reason() -> None:
         (b"\1\7junk", Ignored.MALFORMED),
         (b"\1\0" + b"x" * 8_193, Ignored.OVERSIZED),
         (b"\2\0whatever", Ignored.OTHER_FORMAT),
+        (b"\x80 junk", Ignored.MALFORMED),
         (other_swarm.advert(), Ignored.OTHER_SWARM),
         (other_swarm.heartbeat(), Ignored.OTHER_SWARM),
         (forged(Speaking(B).advert()), Ignored.SIGNATURE),
@@ -132,6 +133,15 @@ def test_a_flood_of_signed_words_ends_here_and_a_usual_pace_does_not() -> None:
         assert book.hear(usual.advert(), now).pass_on
         assert book.hear(usual.heartbeat(), now + 5).pass_on
         now += 15
+
+
+def test_a_goodbye_is_heard_from_who_has_said_too_much_and_only_one() -> None:
+    book, peer = new_book(), Speaking(A)
+    for _ in range(MESSAGES_BURST + 1):
+        book.hear(peer.advert(), START)
+    assert book.hear(peer.heartbeat(), START).ignored is Ignored.TOO_OFTEN
+    assert book.hear(peer.heartbeat(leaving=True), START).change == StateChange(A, PeerState.READY, PeerState.GONE)
+    assert book.hear(peer.heartbeat(leaving=True), START).ignored is Ignored.TOO_OFTEN
 
 
 @given(st.permutations(range(12)), st.lists(st.integers(0, 11), max_size=12))
