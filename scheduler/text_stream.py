@@ -54,10 +54,9 @@ class TextStream:
         return self._take(self._decoder.decode(token_bytes))
 
     def finish(self) -> TextDelta:
-        """The end of the answer: what was held back, with U+FFFD for a character that stayed incomplete."""
-        delta = self._take(self._decoder.decode(b"", final=True))
-        text, self._held = delta.text + self._held, ""
-        return TextDelta(text, delta.stopped)
+        """The end of the answer: what was held back. A character that stayed incomplete is left out, not half shown."""
+        text, self._held = self._held, ""
+        return TextDelta(text, self._stopped)
 
     def _take(self, text: str) -> TextDelta:
         if self._stopped:

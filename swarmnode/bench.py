@@ -83,33 +83,36 @@ def run_bench(
             swarm.add_model(path, progress)
             swarm.wait_ready(progress)
             result.update(_measure(swarm, undivided, prompt, tokens, rounds, progress))
+        if not fast:
+            result["batch_invariance"] = _invariance_cost(path, context, undivided, prompt, tokens, rounds, progress)
     finally:
         undivided.close()
         shutil.rmtree(root, ignore_errors=True)
-    if not fast:
-        result["batch_invariance"] = _invariance_cost(
-            path, context, prompt, tokens, rounds, result["llama_cpp"], progress
-        )
     return result
 
 
 def _invariance_cost(
-    path: Path, context: int, prompt: str, tokens: int, rounds: int, invariant: Mapping[str, float], progress: Progress
+    path: Path, context: int, invariant: Undivided, prompt: str, tokens: int, rounds: int, progress: Progress
 ) -> dict[str, Any]:
     """llama.cpp undivided with flash attention and a shared cache, and the share of its speed that invariance takes."""
-    progress("llama.cpp without batch invariance", 0, rounds)
-    undivided = Undivided(path, context_tokens=context, threads=THREADS, fast=True)
+    fast = Undivided(path, context_tokens=context, threads=THREADS, fast=True)
     try:
-        undivided.answer(_ask(prompt, 2))
-        rows = []
+        fast.answer(_ask(prompt, 2))
+        rows, shares = [], []
         for done in range(rounds):
-            whole = undivided.answer(_ask(prompt, tokens))
-            rows.append(_rates(whole.prompt_tokens, len(whole.tokens), whole.timings.prefill_s, whole.timings.decode_s))
-            progress("llama.cpp without batch invariance", done + 1, rounds)
+            progress("what batch invariance costs", done, rounds)
+            slow, quick = (_undivided_rates(side, prompt, tokens) for side in (invariant, fast))
+            rows.append(quick)
+            shares.append({key: 1 - slow[key] / quick[key] for key in quick})
+        progress("what batch invariance costs", rounds, rounds)
     finally:
-        undivided.close()
-    fast = _median(rows)
-    return {"llama_cpp_fast": fast, "cost": {key: round(1 - invariant[key] / fast[key], 4) for key in fast}}
+        fast.close()
+    return {"llama_cpp_fast": _median(rows), "cost": _median(shares)}
+
+
+def _undivided_rates(undivided: Undivided, prompt: str, tokens: int) -> dict[str, float]:
+    whole = undivided.answer(_ask(prompt, tokens))
+    return _rates(whole.prompt_tokens, len(whole.tokens), whole.timings.prefill_s, whole.timings.decode_s)
 
 
 def find_model(model: str, progress: Progress) -> Path:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -69,6 +67,8 @@ def run_demo(
             if keep:
                 swarm.kept = True
                 _remember(cache, root, swarm)
+            else:
+                progress("stopping the daemons", 0, 1)
             return {**result, "kept": keep, "peers": _peers(swarm) if keep else []}
     finally:
         if not swarm.kept:
@@ -148,17 +148,19 @@ def _recall(cache: Path) -> dict[str, Any] | None:
         return None
 
 
-def _runs(node: dict[str, Any]) -> bool:
-    """Whether the process is still that daemon: a process id may have been given to another program."""
-    try:
-        return any(node["data_dir"] in word for word in psutil.Process(int(node["pid"])).cmdline())
-    except (psutil.Error, ValueError, KeyError):
-        return False
+def _processes(node: dict[str, Any]) -> list[psutil.Process]:
+    """The daemon of a kept node, found by its data folder: whoever plays with the swarm may have started it again."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "run" in words and "--data-dir" in words and node["data_dir"] in words:
+            found.append(process)
+    return found
 
 
 def _refuse_second(cache: Path) -> None:
     kept = _recall(cache)
-    if kept is not None and any(_runs(node) for node in kept["nodes"]):
+    if kept is not None and any(map(_processes, kept["nodes"])):
         raise UsageError(f"a demo swarm is kept already in {kept['root']}", hint="End it with `swarmctl demo --stop`.")
 
 
@@ -170,23 +172,23 @@ def stop_kept() -> dict[str, Any]:
     """
     cache = shared_cache_folder()
     kept = _recall(cache)
-    running = [] if kept is None else [node for node in kept["nodes"] if _runs(node)]
+    running = {} if kept is None else {n["name"]: found for n in kept["nodes"] if (found := _processes(n))}
     if kept is None or not running:
         (cache / _KEPT).unlink(missing_ok=True)
         raise ModelNotFound("no demo swarm is kept", hint="`swarmctl demo --keep` leaves one running.")
-    for node in running:
-        os.kill(int(node["pid"]), signal.SIGTERM)
-    deadline = time.monotonic() + STOP_SECONDS_MAX
-    while any(_runs(node) for node in running):
-        if time.monotonic() > deadline:
-            for node in running:
-                if _runs(node):
-                    os.kill(int(node["pid"]), signal.SIGKILL)
-            break
-        time.sleep(0.05)
+    processes = [process for found in running.values() for process in found]
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()  # a suspended one would not hear the request to end
+            process.terminate()
+    _, alive = psutil.wait_procs(processes, timeout=STOP_SECONDS_MAX)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=STOP_SECONDS_MAX)
     shutil.rmtree(kept["root"], ignore_errors=True)
     (cache / _KEPT).unlink(missing_ok=True)
-    return {"stopped": [node["name"] for node in running]}
+    return {"stopped": list(running)}
 
 
 @contextlib.contextmanager

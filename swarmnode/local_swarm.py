@@ -61,9 +61,7 @@ class LocalNode:
 
     def start(self) -> None:
         """Start the process; it need not be reachable yet."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        config = self.folder / "config.toml"
-        config.write_text(_toml(self.settings))
+        config = self.write_settings()
         command = [sys.executable, "-m", "swarmnode", "run", "--config", str(config), "--data-dir", str(self.folder)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -74,6 +72,13 @@ class LocalNode:
                 env={**os.environ, **self.environment},
                 start_new_session=True,  # Ctrl-C at the terminal is for us; we end the daemons in order
             )
+
+    def write_settings(self) -> Path:
+        """The configuration file, as the daemon reads it when it starts (again)."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config = self.folder / "config.toml"
+        config.write_text(_toml(self.settings))
+        return config
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """One method of the control socket; raises every typed error that the daemon answers with."""
@@ -191,10 +196,10 @@ class LocalSwarm:
         address = self.leader.status()["addresses"][0]
         for worker in self.workers:
             worker.settings = _merge(worker.settings, {"swarm": {"role": "worker", "leader": address}})
-            # The leader keeps its port, so that workers find it again when it restarts.
             worker.start()
         port = address.split("/tcp/")[1].split("/")[0]
         self.leader.settings = _merge(self.leader.settings, {"node": {"listen": [f"/ip4/127.0.0.1/tcp/{port}"]}})
+        self.leader.write_settings()  # it keeps its port, so that workers find it again when it restarts
         for worker in self.workers:
             worker.wait_up()
 

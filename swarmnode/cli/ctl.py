@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -127,6 +129,8 @@ def demo(settings: Settings, prompt: str | None, max_tokens: int | None, keep: b
     """
     from swarmnode.demo import proof_line, run_demo, stop_kept
 
+    if stop and (keep or prompt is not None or max_tokens is not None):
+        raise UsageError("--stop stands alone", hint="It ends the swarm that --keep left.")
     if stop:
         common.print_result(settings, stop_kept())
         return 0
@@ -155,10 +159,12 @@ def _say_how_to_reach(peers: list[dict[str, Any]]) -> None:
     """For a swarm that was kept: the commands, ready to be copied."""
     if not peers:
         return
+    called_by_path = Path(sys.argv[0]).name == "swarmctl" and shutil.which("swarmctl") is None
+    program = sys.argv[0] if called_by_path else "swarmctl"
     click.echo("\nThe swarm is left running:")
     for peer in peers:
-        click.echo(f"  swarmctl --data-dir {peer['data_dir']} ask PROMPT    # {peer['name']}")
-    click.echo("  swarmctl demo --stop")
+        click.echo(f"  {program} --data-dir {peer['data_dir']} ask PROMPT    # {peer['name']}")
+    click.echo(f"  {program} demo --stop")
 
 
 @swarmctl.command()
