@@ -16,6 +16,10 @@ advert_book  who is in the swarm, by what peers say of themselves: the newest wo
 advert_pace  when this node speaks of itself; own_word is its numbering, and whether somebody else uses its name
 advert_findings   clocks, versions, addresses and copied identities that are wrong, by name
 own_time, rates   a clock that leaves out this process's sleep; how often somebody may
+election     who leads, one object for each backbone peer: its parts are voter, candidacy, leadership and the
+             backbone_ledger; election_roles, election_state, election_times, election_status, election_messages
+             are what they share
+term_guard   a worker's side of it: the newest certified term, which alone is obeyed
 """
 
 from __future__ import annotations
