@@ -4,6 +4,10 @@ errors      every typed error: its name on the wire, its message, what to do nex
 agreement   differences between two results of the same rows, and how small they must be
 advert      what a peer says of itself, signed, and its heartbeat; advert_content is what it can say,
             held_experts which experts it holds
+precision   how a backend accumulates and rounds, and the probe that tells; row_check tells it from answers in service
+measurement what a peer measured of one backend, by weight type
+backbone    who may lead, in signed versions; certificates: the votes that make a term; membership_certificate: who
+            belongs to the swarm; packing is the one form of their bytes
 
 It imports nothing of the other packages, and `errors` needs the standard library alone: command lines start with it.
 """
