@@ -26,12 +26,11 @@ Models made here
     demo_model       the demo model (demo_recipe, paired_experts, dense_forward, q4_1; demo_measure measures it)
     synthetic        real shapes with random weights, for measuring speed (byte_vocabulary is their tokenizer)
 
+What a backend does, measured
+    measure          precision, batch invariance, repeatability, numeric class, speed (measurement_cache keeps it)
+    numeric_class    a fingerprint of a backend's arithmetic, from inputs that hit rounding ties
+    probe_weights    layers made for measuring, byte by byte
+    crafted_rows     activations that tell in service how a peer accumulates
+
 Nothing is imported here, since half of these modules load llama.cpp. No other package may load it.
-
-What a backend does, measured (for peers to advertise):
-
-measure            precision, batch invariance, repeatability, numeric class, speed; measurement_cache keeps it
-numeric_class      a fingerprint of a backend's arithmetic, from inputs that hit rounding ties
-probe_weights      layers made for measuring, byte by byte
-crafted_rows       activations that tell in service how a peer accumulates, and look like work
 """
