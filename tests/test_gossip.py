@@ -157,9 +157,9 @@ def spent(before: GossipStatistics, after: GossipStatistics, seconds: float) -> 
 
 
 async def test_a_hundred_peers_hear_each_other_within_the_budget(autojump_clock: MockClock) -> None:
-    chance, seconds = random.Random(7), 16.0
+    chance, seconds = random.Random(7), 9.0
     async with memory_listeners(PEERS, meshed(chance, 3, NEIGHBOURS_WANTED), chance) as nodes:
-        await trio.sleep(5)
+        await trio.sleep(3)
         before = [node.gossip.statistics() for node in nodes]
         sent = await chatter(nodes, chance, seconds)
         after = [node.gossip.statistics() for node in nodes]
@@ -169,7 +169,7 @@ async def test_a_hundred_peers_hear_each_other_within_the_budget(autojump_clock:
         assert sum(rates) / PEERS < 8_000, "sent by a peer in the mean; as much is received"
         assert sorted(rates)[PEERS * 9 // 10] < 10_000
         assert 4 <= sum(each.mesh for each in after) / PEERS <= limits.GOSSIP_DEGREE_HIGH
-        assert len(sent) >= PEERS * seconds / 15 - PEERS / 10
+        assert len(sent) >= 0.8 * PEERS * seconds / 15
         for data in sent:
             heard = [node.times[data] for node in nodes if data in node.times]
             assert len(heard) == PEERS - 1
@@ -184,7 +184,7 @@ async def test_workers_that_can_reach_the_backbone_alone_hear_everything(
     chance = random.Random(3)
     async with memory_listeners(PEERS, meshed(chance, backbone, backbone), chance) as nodes:
         await trio.sleep(5)
-        sent = await chatter(nodes, chance, 10)
+        sent = await chatter(nodes, chance, 6)
         await trio.sleep(6)
         for data in sent:
             assert sum(data in node.times for node in nodes) == PEERS - 1
