@@ -1,17 +1,22 @@
-"""Which peer holds which experts: an even split within memory budgets.
+"""Which peer holds which experts: what a placement is, what it is made from, and the simplest way to make one.
 
-Every worker holds a share of every layer, so each layer's work and bytes are spread over all of them. Shares are equal
-unless a budget is too small for that; what such a worker cannot hold is shared by the others. Within a layer a worker's
-experts are consecutive, since then its shard is one byte range of each of the model's tensors.
+`even_split` gives each expert to one worker and every worker a share of every layer: shares are equal unless a budget
+is too small for that, and what such a worker cannot hold is shared by the others. It is what a model is checked with,
+on workers that are all alike. Swarms are placed by scheduler/placing.py, which knows replicas, hosts, precision, speed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 from capabilities.errors import NotReady
+
+Fitness = Literal["fit", "unfit", "quarantined"]
+OUTPUT_RANKS_SHARE = 4  # one in so many layers, counted from the output, is an output rank unless it is said otherwise
 
 
 class PlacementImpossible(NotReady):
@@ -22,19 +27,44 @@ class PlacementImpossible(NotReady):
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A layer to place: its number, its routed experts and the bytes of one of them."""
+    """A layer to place: its number, its routed experts and the bytes of one of them.
+
+    popularity: how often each expert was chosen, in any unit, [n_expert]; None if nobody counted.
+    """
 
     layer: int
     n_expert: int
     expert_bytes: int
+    popularity: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """A peer that may hold experts, and the bytes that it has for them."""
+    """A peer that may hold experts, the bytes that it has for them, and what was measured of it.
+
+    host: the machine that it runs on, which may run others; the peer itself if empty. rows_per_s: expert rows a second.
+    accumulates_f32: in F32 when asked to. numeric_class: of its arithmetic for this model's weight types, None if it is
+    not known; unknown classes are all different. A quarantined or draining peer holds nothing.
+    """
 
     peer: str
     budget_bytes: int
+    host: str = ""
+    rows_per_s: float = 1_000.0
+    rtt_ms: float = 1.0
+    fitness: Fitness = "fit"
+    accumulates_f32: bool = True
+    numeric_class: str | None = None
+    draining: bool = False
+
+    @property
+    def may_hold(self) -> bool:
+        return self.fitness != "quarantined" and not self.draining
+
+    @property
+    def tier(self) -> int:
+        """How far from right for an output rank: 0 is fit with F32, 1 fit without, 2 and 3 the same but unfit."""
+        return 2 * (self.fitness != "fit") + (not self.accumulates_f32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +88,34 @@ class Placement:
         return tuple(sorted({p for holders in self.holders.values() for peers in holders for p in peers}))
 
 
+def output_ranks(layers: Iterable[LayerSpec]) -> frozenset[int]:
+    """The layers where an error has no later one to average it away: the last quarter, rounded up."""
+    numbers = sorted(spec.layer for spec in layers)
+    return frozenset(numbers[len(numbers) - -(-len(numbers) // OUTPUT_RANKS_SHARE) :])
+
+
+def check_specs(layers: Sequence[LayerSpec], workers: Sequence[WorkerSpec]) -> None:
+    """Raise ValueError for what no honest caller passes."""
+    if len({worker.peer for worker in workers}) < len(workers) or len({spec.layer for spec in layers}) < len(layers):
+        raise ValueError("a layer or a peer is named twice")
+    if any(spec.n_expert < 1 or spec.expert_bytes < 1 for spec in layers) or any(w.budget_bytes < 0 for w in workers):
+        raise ValueError("a layer has at least one expert of at least one byte, and no budget is below zero")
+    for spec in layers:
+        counted = spec.popularity
+        if counted is not None and (len(counted) != spec.n_expert or not all(0 <= p < math.inf for p in counted)):
+            raise ValueError(f"layer {spec.layer}: popularity is one finite number of zero or more for each expert")
+    if not all(0 <= worker.rtt_ms < math.inf and 0 <= worker.rows_per_s < math.inf for worker in workers):
+        raise ValueError("round trips and rates are finite and not negative")
+
+
 def even_split(layers: Sequence[LayerSpec], workers: Sequence[WorkerSpec], *, term: int, epoch: int) -> Placement:
     """Place every expert on one worker. The same input in any order gives the same placement.
 
     Where budgets allow, no two workers differ by more than one expert in any layer, nor over all layers by more than
     the bytes of one expert. Raises PlacementImpossible naming the bytes that are missing.
     """
+    check_specs(layers, workers)
     workers = sorted(workers, key=lambda worker: worker.peer)
-    if len({worker.peer for worker in workers}) < len(workers) or len({spec.layer for spec in layers}) < len(layers):
-        raise ValueError("a layer or a peer is named twice")
-    if any(spec.n_expert < 1 or spec.expert_bytes < 1 for spec in layers) or any(w.budget_bytes < 0 for w in workers):
-        raise ValueError("a layer has at least one expert of at least one byte, and no budget is below zero")
     total = sum(spec.n_expert * spec.expert_bytes for spec in layers)
     budgets = [worker.budget_bytes for worker in workers]
     if sum(budgets) < total:
