@@ -155,7 +155,7 @@ def test_documented_keys_of_long_commands_are_in_their_source(command: str) -> N
 
 
 def test_errors_and_their_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
-    for module in ("swarmnode.daemon", "swarmnode.swarm.commands", "scheduler.term_guard"):  # whoever has errors of its own
+    for module in ("swarmnode.daemon", "swarmnode.swarm.commands", "scheduler.term_guard"):  # all that have some
         import_module(module)
     table = {cells[0].strip("`"): cells[-1] for cells in rows(section("status.md", "Errors"))}
     del table["type"]
