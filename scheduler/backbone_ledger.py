@@ -86,13 +86,18 @@ class BackboneLedger:
         return [(peer, self.update()) for peer in sorted(unaware)]
 
     def answer(self, peer: str, version: int, time: float) -> list[tuple[str, Message]]:
-        """A peer said which version acts for it: tell one that is behind, ask one that is ahead by telling it as well.
+        """A peer said which version acts for it: tell one that is behind, and one that is ahead, so that it tells."""
+        return self._tell(peer, time) if version != self.version else []
 
-        At most every SHARE_S for each peer concerned, and for all strangers together: a member that was removed, or a
-        new one, may not know the peers that it should.
-        """
+    def explain(self, peer: str, term: int, time: float) -> list[tuple[str, Message]]:
+        """To a peer for which `term` matters, which the enactment rules out: the enactment."""
+        return self._tell(peer, time) if self.enactment is not None and 0 < term <= self.enactment.floor else []
+
+    def _tell(self, peer: str, time: float) -> list[tuple[str, Message]]:
+        """At most every SHARE_S for each peer concerned, and for all strangers together: a member that was removed, or
+        a new one, may not know the peers that it should."""
         turn = peer if peer in self.concerned() else ""
-        if version == self.version or time - self._told.get(turn, -SHARE_S) < SHARE_S:
+        if time - self._told.get(turn, -SHARE_S) < SHARE_S:
             return []
         self._told[turn] = time
         return [(peer, self.update())]
@@ -122,9 +127,13 @@ class BackboneLedger:
         Raises:
             PeerMistake: a proof or a signature in it is false.
         """
-        if update.enactment is not None and update.version > self.version:
-            update.enactment.verify(self.swarm, self.keys.verify, self.keys.verify_owner)
-            self._enact(update.enactment)
+        proof, known = update.enactment, self.enactment
+        if proof is not None and update.version > self.version:
+            proof.verify(self.swarm, self.keys.verify, self.keys.verify_owner)
+            self._enact(proof)
+        elif proof is not None and known is not None and update.version == self.version and proof.floor > known.floor:
+            proof.verify(self.swarm, self.keys.verify, self.keys.verify_owner)
+            self.enactment = proof  # of the same version, by words that know of more terms
         if update.pending is not None and self.pending is None and update.pending.version == self.version + 1:
             update.pending.verify(self.swarm, self.keys.verify_owner)
             self._store(update.pending, floor)

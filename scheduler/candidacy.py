@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from capabilities.certificates import Certificate, Mandate, Vote
 from scheduler.election_messages import Message, PreVoteRequest, VoteRequest
-from scheduler.election_times import HEARTBEAT_S, TERM_STEP_MAX
+from scheduler.election_times import HEARTBEAT_S
 from scheduler.voter import Voter
 
 
 class Candidacy:
     """See the module. A round ends when another backbone acts, a newer term is known or this peer votes for another."""
 
-    def __init__(self, voter: Voter, hint: int, time: float, seconds: float, *, transfer: bool) -> None:
-        """`hint`: a term that others may have used; only tried. `transfer`: the leader asked this peer to lead."""
-        self.term = min(max(voter.floor, hint) + 1, voter.floor + TERM_STEP_MAX)
+    def __init__(self, voter: Voter, rival: Vote | None, time: float, seconds: float, *, transfer: bool) -> None:
+        """`rival`: the newest vote of another member that is known. `transfer`: the leader asked this peer to lead."""
+        assert voter.ledger.acting is not None
+        self.term = max(voter.floor, 0 if rival is None else rival.term) + 1
         self.due = time + seconds
         self.repeat_due = time + HEARTBEAT_S
-        assert voter.ledger.acting is not None
         self._backbone = voter.ledger.acting
         self._voter = voter
         self._transfer = transfer
+        self._proof = voter.last_vote(self.term - 1) or (rival if rival and rival.term == self.term - 1 else None)
         self._calling = False
         self._grants = {voter.peer}
         self._votes: dict[str, Vote] = {}
@@ -31,13 +32,15 @@ class Candidacy:
     def requests(self, time: float) -> list[tuple[str, Message]]:
         """(peer, message) for everybody who has not agreed yet."""
         self.repeat_due = time + HEARTBEAT_S
-        version, certified = self._backbone.version, self._voter.term
+        version, mandate = self._backbone.version, self._voter.mandate
         if self._calling:
-            request: Message = VoteRequest(version, self.term, certified, self._transfer)
+            request: Message = VoteRequest(version, self.term, self._transfer, self._proof, mandate)
             agreed = set(self._votes)
         else:
-            request, agreed = PreVoteRequest(version, self.term, certified), self._grants
-        return [(peer, request) for peer in self._backbone.peers if peer != self._voter.peer and peer not in agreed]
+            request, agreed = PreVoteRequest(version, self.term, self._proof, mandate), self._grants
+        asked = [peer for peer in self._backbone.peers if peer != self._voter.peer and peer not in agreed]
+        reasons = [message for peer in asked for message in self._voter.ledger.explain(peer, self.term - 1, time)]
+        return [*reasons, *((peer, request) for peer in asked)]
 
     def granted(self, peer: str) -> bool:
         """This peer would vote for us; whether a quorum would, now."""
@@ -50,20 +53,13 @@ class Candidacy:
 
     def call(self, time: float, seconds: float) -> Mandate | None:
         """Ask for votes from now on, beginning with one's own; the mandate if that is enough."""
-        assert self._voter.may_vote(self._voter.peer, self.term, self._backbone.version)
+        assert self._voter.may_vote(self._voter.peer, self.term, self._backbone.version, self._proof)
         self._calling, self.due = True, time + seconds
         return self._add(self._voter.vote(self._voter.peer, self.term))
 
     def count(self, vote: Vote) -> Mandate | None:
-        """A member's vote came, after `call`; the mandate if that makes a quorum. Other votes are passed over.
-
-        Raises:
-            PeerMistake: the voter did not sign it.
-        """
-        if vote.subject != self._votes[self._voter.peer].subject or vote.voter not in self._backbone.peers:
-            return None
-        self._voter.check(vote)
-        return self._add(vote)
+        """A member's genuine vote came, after `call`; the mandate if it makes a quorum. Other votes are passed over."""
+        return self._add(vote) if vote.subject == self._votes[self._voter.peer].subject else None
 
     def _add(self, vote: Vote) -> Mandate | None:
         self._votes[vote.voter] = vote

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from capabilities.backbone import BackboneSet
-from capabilities.certificates import Mandate
+from capabilities.certificates import Mandate, Vote
 from capabilities.errors import PeerMistake
 from scheduler import election_messages as messages
 from scheduler import election_times as times
@@ -54,7 +54,7 @@ class Election:
         self._election_due = self._election_timeout()
         self._candidacy: Candidacy | None = None  # while (pre-)candidate
         self._leadership: Leadership | None = None  # while leader
-        self._hint = 0  # a peer said that no term up to this one gets its vote: worth a try beyond it, no more
+        self._rival: Vote | None = None  # the newest vote of another member that stood in this peer's way
         self._heard: dict[str, float] = {}
         self._announced: tuple[int, str | None] = (self.term, None)
         self._out = Outbox()
@@ -188,10 +188,10 @@ class Election:
     # -- following ----------------------------------------------------------------------------------------------
 
     def _on_heartbeat(self, message: messages.Heartbeat, sender: str) -> None:
-        if message.mandate is not None:
-            if (message.mandate.term, message.mandate.leader) != (message.term, sender):
-                raise PeerMistake(f"{sender} shows another term's or leader's mandate in its heartbeat")
-            self._adopt(message.mandate)
+        shown = message.mandate
+        if shown is not None and (shown.term, shown.leader) != (message.term, sender):
+            raise PeerMistake(f"{sender} shows another term's or leader's mandate in its heartbeat")
+        self._adopt(shown)
         current = self._voter.mandate
         if current is not None and current.term == message.term:
             if current.leader != sender:
@@ -201,7 +201,8 @@ class Election:
             if self._role is Role.PRE_CANDIDATE:
                 self._leave(Cause.LEADER_HEARD)
         told = (self._ledger.version, self.term, message.number, self._eligible, self._covers)
-        self._send(sender, messages.HeartbeatReply(*told, self._newer_than(message.term)))
+        newer = self._voter.mandate if self.term > message.term else None
+        self._send(sender, messages.HeartbeatReply(*told, newer))
 
     def _miss_leader(self) -> None:
         self._leader = None
@@ -209,14 +210,13 @@ class Election:
         if self._eligible and self._move(Cause.LEADER_MISSED):
             self._start_campaign()
 
-    def _adopt(self, mandate: Mandate) -> None:
-        if self._voter.adopt(mandate):
-            self._hint = 0
+    def _adopt(self, mandate: Mandate | None) -> None:
+        if mandate is not None and self._voter.adopt(mandate):
             self._leave(Cause.NEWER_TERM)
             self._leader = None  # until it is heard
 
-    def _newer_than(self, term: int) -> Mandate | None:
-        return self._voter.mandate if self.term > term else None
+    def _newer_than(self, known: Mandate | None) -> Mandate | None:
+        return self._voter.mandate if self.term > (0 if known is None else known.term) else None
 
     # -- voting -------------------------------------------------------------------------------------------------
 
@@ -224,20 +224,25 @@ class Election:
         return self._role is Role.LEADER or self._time - self._leader_heard < times.ELECTION_S_MIN
 
     def _on_pre_vote_request(self, message: messages.PreVoteRequest, sender: str) -> None:
-        granted = not self._leader_lives() and self._voter.may_vote(sender, message.term, message.version)
-        newer = self._newer_than(message.certified)
-        self._send(sender, messages.PreVoteReply(self._ledger.version, message.term, granted, self._voter.floor, newer))
+        self._adopt(message.mandate)
+        allowed = self._voter.may_vote(sender, message.term, message.version, message.proof)
+        granted = allowed and not self._leader_lives()
+        last = None if granted else self._voter.last_vote(message.term)
+        self._out.messages += self._ledger.explain(sender, message.term, self._time)
+        told = (self._ledger.version, message.term, granted, last, self._newer_than(message.mandate))
+        self._send(sender, messages.PreVoteReply(*told))
 
     def _on_vote_request(self, message: messages.VoteRequest, sender: str) -> None:
-        vote = None
-        may_lead = message.transfer or not self._leader_lives()
-        if may_lead and self._voter.may_vote(sender, message.term, message.version):
-            vote = self._voter.vote(sender, message.term)
+        self._adopt(message.mandate)
+        allowed = self._voter.may_vote(sender, message.term, message.version, message.proof)
+        if allowed and (message.transfer or not self._leader_lives()):
+            self._voter.vote(sender, message.term)
             if self._candidacy is not None:
                 self._leave(Cause.VOTED_FOR_OTHER)
             self._election_due = self._election_timeout()
-        newer = self._newer_than(message.certified)
-        self._send(sender, messages.VoteReply(self._ledger.version, message.term, vote, self._voter.floor, newer))
+        self._out.messages += self._ledger.explain(sender, message.term, self._time)
+        last, newer = self._voter.last_vote(message.term), self._newer_than(message.mandate)
+        self._send(sender, messages.VoteReply(self._ledger.version, message.term, last, newer))
 
     # -- campaigning --------------------------------------------------------------------------------------------
 
@@ -258,58 +263,59 @@ class Election:
             self._out.messages += self._candidacy.requests(self._time)
 
     def _new_round(self, *, transfer: bool) -> Candidacy:
-        return Candidacy(self._voter, self._hint, self._time, self._round_length(), transfer=transfer)
+        seconds = self._between(times.ROUND_S_MIN, times.ROUND_S_MAX)
+        return Candidacy(self._voter, self._rival, self._time, seconds, transfer=transfer)
 
     def _run_campaign(self, candidacy: Candidacy) -> None:
         if self._time >= candidacy.due:
             self._move(Cause.ROUND_OVER)
             self._start_campaign()
         elif self._time >= candidacy.repeat_due:
-            if self._role is Role.PRE_CANDIDATE and self._hint >= candidacy.term:
+            if self._role is Role.PRE_CANDIDATE and self._rival is not None and self._rival.term >= candidacy.term:
                 self._start_campaign()
             else:
                 self._out.messages += candidacy.requests(self._time)
 
     def _on_pre_vote_reply(self, message: messages.PreVoteReply, sender: str) -> None:
-        if message.mandate is not None:
-            self._adopt(message.mandate)
+        self._learn_why(message, sender)
         candidacy = self._candidacy
         if candidacy is None or self._role is not Role.PRE_CANDIDATE or message.term != candidacy.term:
             return
-        if not message.granted:
-            self._hint = max(self._hint, message.floor)
-        elif candidacy.granted(sender):
+        if message.granted and candidacy.granted(sender):
             self._move(Cause.WOULD_WIN)
             self._call_the_vote(candidacy)
 
+    def _learn_why(self, message: messages.PreVoteReply | messages.VoteReply, sender: str) -> None:
+        """Check what a reply shows: a newer mandate, and a vote that the sender cast."""
+        self._adopt(message.mandate)
+        vote = message.vote
+        if vote is None or self._ledger.acting is None or sender not in self._ledger.acting.peers:
+            return
+        if vote.voter != sender or not self._voter.is_genuine(vote):
+            raise PeerMistake(f"{sender} sent a vote that it did not cast")
+        if self._rival is None or vote.term > self._rival.term:
+            self._rival = vote
+
     def _call_the_vote(self, candidacy: Candidacy) -> None:
-        mandate = candidacy.call(self._time, self._round_length())
+        mandate = candidacy.call(self._time, self._between(times.ROUND_S_MIN, times.ROUND_S_MAX))
         if mandate is not None:
             self._win(mandate)
         else:
             self._out.messages += candidacy.requests(self._time)
 
     def _on_vote_reply(self, message: messages.VoteReply, sender: str) -> None:
-        if message.vote is not None and message.vote.voter != sender:
-            raise PeerMistake(f"{sender} sent a vote of {message.vote.voter}")
-        if message.mandate is not None:
-            self._adopt(message.mandate)
-        candidacy = self._candidacy
-        if candidacy is None or self._role is not Role.CANDIDATE:
-            return
-        if message.vote is None:
-            self._hint = max(self._hint, message.floor)
-            return
-        mandate = candidacy.count(message.vote)
-        if mandate is not None:
-            self._win(mandate)
+        self._learn_why(message, sender)
+        if self._candidacy is not None and self._role is Role.CANDIDATE and message.vote is not None:
+            mandate = self._candidacy.count(message.vote)
+            if mandate is not None:
+                self._win(mandate)
 
     # -- leading ------------------------------------------------------------------------------------------------
 
     def _win(self, mandate: Mandate) -> None:
         assert self._ledger.acting is not None
         self._voter.mandate = mandate
-        self._candidacy, self._hint = None, 0
+        self._candidacy = None
         self._move(Cause.WON)
         self._leader = self.peer
         self._leadership = Leadership(self._voter, self._ledger.acting, self._time)
@@ -325,8 +331,7 @@ class Election:
             leadership.failed = None
 
     def _on_heartbeat_reply(self, message: messages.HeartbeatReply, sender: str) -> None:
-        if message.mandate is not None:
-            self._adopt(message.mandate)
+        self._adopt(message.mandate)
         if self._leadership is not None:
             self._leadership.answered(sender, message)
 
@@ -334,11 +339,14 @@ class Election:
 
     def _backbone_may_have_changed(self, before: BackboneSet | None) -> None:
         acting = self._ledger.acting
-        if acting is None or acting is before:
+        if acting is None or acting == before:
+            if self._role is Role.PRE_CANDIDATE and self._candidacy and self._candidacy.term <= self._voter.floor:
+                self._start_campaign()  # a proof of the same version knows of more terms
             return
         self._out.changes.append(BackboneChanged(acting, self._ledger.seated))
         self._out.messages += self._ledger.tell_all(self._time)
         self._heard = {peer: time for peer, time in self._heard.items() if peer in self._ledger.concerned()}
+        self._rival = None if self._rival is not None and self._rival.voter not in acting.peers else self._rival
         if not self._ledger.seated:
             self._leave(Cause.UNSEATED)
         elif self._leadership is not None:
@@ -371,9 +379,6 @@ class Election:
 
     def _election_timeout(self) -> float:
         return self._time + self._between(times.ELECTION_S_MIN, times.ELECTION_S_MAX)
-
-    def _round_length(self) -> float:
-        return self._between(times.ROUND_S_MIN, times.ROUND_S_MAX)
 
     def _between(self, low: float, high: float) -> float:
         return low + (high - low) * self._draw()

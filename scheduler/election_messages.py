@@ -33,42 +33,46 @@ MESSAGE_BYTES_MAX: Final = ENACTMENT_BYTES_MAX + SET_BYTES_MAX + WORDS_MAX * (ST
 
 @dataclass(frozen=True, slots=True)
 class PreVoteRequest:
-    """Would you vote for me in `term`? `certified` is the newest term that the sender has a mandate of."""
+    """Would you vote for me in `term`? `proof`, a member's vote, and the newest `mandate` show why it is that high."""
 
     version: int
     term: int
-    certified: int
+    proof: Vote | None
+    mandate: Mandate | None
 
 
 @dataclass(frozen=True, slots=True)
 class PreVoteReply:
-    """`floor`: no term up to this one gets the sender's vote. `mandate`: given if it is newer than the asker's."""
+    """If not granted, why: `vote`, the sender's last if not older than `term`; `mandate`, if newer than the asker's."""
 
     version: int
     term: int
     granted: bool
-    floor: int
+    vote: Vote | None
     mandate: Mandate | None
 
 
 @dataclass(frozen=True, slots=True)
 class VoteRequest:
-    """Vote for me in `term`. `transfer`: the leader asked the sender to take over, so that it lives is no obstacle."""
+    """Vote for me in `term`. `transfer`: the leader asked the sender to take over, so that it lives is no obstacle.
+
+    `proof` and `mandate` as in PreVoteRequest.
+    """
 
     version: int
     term: int
-    certified: int
     transfer: bool
+    proof: Vote | None
+    mandate: Mandate | None
 
 
 @dataclass(frozen=True, slots=True)
 class VoteReply:
-    """The vote, or None and why not: `floor` and `mandate` as in PreVoteReply."""
+    """The vote that was asked for, or why not, as in PreVoteReply."""
 
     version: int
     term: int
     vote: Vote | None
-    floor: int
     mandate: Mandate | None
 
 
@@ -199,13 +203,12 @@ def _words(fields: Fields, name: str) -> tuple[Stored, ...]:
 _READ: Final[dict[str, Callable[[Fields, str], Any]]] = {
     "version": _integer,
     "term": _integer,
-    "certified": _integer,
-    "floor": _integer,
     "number": _integer,
     "granted": _flag,
     "transfer": _flag,
     "eligible": _flag,
     "covers": _flag,
+    "proof": _record(VOTE_BYTES_MAX, Vote.from_bytes),
     "vote": _record(VOTE_BYTES_MAX, Vote.from_bytes),
     "mandate": _record(MANDATE_BYTES_MAX, Mandate.from_bytes),
     "enactment": _record(ENACTMENT_BYTES_MAX, Enactment.from_bytes),

@@ -1,4 +1,4 @@
-"""The times of an election, in seconds of each peer's own time, and how far terms may jump.
+"""The times of an election, in seconds of each peer's own time.
 
 A lost leader is replaced after ELECTION_S_MIN to ELECTION_S_MAX, two round trips and two fsyncs: within 3 s, with a
 failed round to spare. Own time advances by at most STRETCH_S from one event to the next one, so that a process that was
@@ -43,7 +43,3 @@ see that a holder failed, so that one restart moves nothing."""
 SHARE_S: Final = 0.5
 """How often a backbone version that does not act yet is told to the members that have not stored it, and the shortest
 time between two answers to one peer that is behind."""
-
-TERM_STEP_MAX: Final = 1_000
-"""A peer votes for no term further beyond the highest that it knows. Terms grow by one a round, so an honest candidate
-is never so far ahead; a mad one cannot use up the numbers."""

@@ -1,7 +1,8 @@
 """The part of an election that must never err: what this peer has promised, and which terms it believes in.
 
 A vote is a promise for ever: one a term, whatever the backbone's version, and none for a term that is not beyond the
-highest known (`floor`). A term is believed by its certificate alone.
+highest known (`floor`). A term is believed by its certificate alone. Nor does a bare higher number get a vote: a term
+may be voted on if the one before it was, by this peer's knowledge or by the signed vote of another member.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from capabilities.backbone import BackboneSet, Enactment
 from capabilities.certificates import Mandate, Vote
 from scheduler.backbone_ledger import BackboneLedger, Keys
 from scheduler.election_state import Ballot, HardState
-from scheduler.election_times import TERM_STEP_MAX
 
 
 class Voter:
@@ -52,25 +52,40 @@ class Voter:
     def _parts(self) -> tuple[Ballot | None, Mandate | None, Enactment | None, BackboneSet | None]:
         return self.voted, self.mandate, self.ledger.enactment, self.ledger.pending
 
-    def may_vote(self, candidate: str, term: int, version: int) -> bool:
-        """Whether the promises so far allow a vote for `candidate` in `term` under that backbone version."""
+    def may_vote(self, candidate: str, term: int, version: int, proof: Vote | None) -> bool:
+        """Whether the promises so far allow a vote for `candidate` in `term` under that backbone version.
+
+        `proof`: another member's vote, for a term that is further ahead than this peer knows.
+        """
         acting = self.ledger.acting
         if acting is None or version != acting.version or not self.ledger.seated or candidate not in acting.peers:
             return False
         if Ballot(version, term, candidate) == self.voted:
             return term > self._settled
-        return self.floor < term <= self.floor + TERM_STEP_MAX
+        if term <= self.floor:
+            return False
+        return term == self.floor + 1 or (proof is not None and term <= proof.term + 1 and self.is_genuine(proof))
+
+    def is_genuine(self, vote: Vote) -> bool:
+        """Whether a member of the acting backbone cast it."""
+        acting = self.ledger.acting
+        if acting is None or vote.swarm != acting.swarm or vote.voter not in acting.peers:
+            return False
+        return self._keys.verify(vote.voter, vote.payload(), vote.signature)
 
     def vote(self, candidate: str, term: int) -> Vote:
         """This peer's vote, which `may_vote` allowed. It is in the hard state now: store that before sending."""
         ballot = Ballot(self.ledger.version, term, candidate)
         if ballot != self.voted:
             self.voted = ballot
-        return Vote.cast(self.ledger.swarm, ballot.version, term, candidate, self.peer, self._keys.sign)
+        return self._cast(ballot)
 
-    def check(self, vote: Vote) -> None:
-        """PeerMistake unless its voter signed it."""
-        vote.verify(self._keys.verify)
+    def last_vote(self, since: int) -> Vote | None:
+        """The last vote again, if it was for term `since` or a later one."""
+        return None if self.voted is None or self.voted.term < since else self._cast(self.voted)
+
+    def _cast(self, ballot: Ballot) -> Vote:
+        return Vote.cast(self.ledger.swarm, ballot.version, ballot.term, ballot.leader, self.peer, self._keys.sign)
 
     def adopt(self, mandate: Mandate) -> bool:
         """Believe in a newer term. False: it is not newer.

@@ -162,24 +162,30 @@ class Conversation:
 def describe(message: Message) -> str:
     """A message in words."""
     match message:
-        case PreVoteRequest(term=term, certified=certified):
-            text = f"would you vote for me in term {term}? I know term {certified}"
-        case PreVoteReply(term=term, granted=granted, floor=floor):
-            text = f"I would in term {term}" if granted else f"not in term {term}; my floor is {floor}"
+        case PreVoteRequest(term=term):
+            text = f"would you vote for me in term {term}?"
+        case PreVoteReply(term=term, granted=granted):
+            text = f"I would in term {term}" if granted else f"not in term {term}"
         case VoteRequest(term=term, transfer=transfer):
             text = f"vote for me in term {term}" + (", the leader asked me to lead" if transfer else "")
-        case VoteReply(term=term, vote=vote, floor=floor):
-            text = f"no vote in term {term}; my floor is {floor}" if vote is None else f"my vote in term {term}"
+        case VoteReply(term=term, vote=vote):
+            return f"my vote in term {vote.term} is for {vote.leader}" if vote else f"no vote in term {term}"
         case Heartbeat(term=term):
             text = f"I lead term {term}"
         case HeartbeatReply(term=term):
             text = f"I hear you, in term {term}"
-        case BackboneUpdate(pending=pending, words=words):
+        case BackboneUpdate(enactment=enactment, pending=pending, words=words):
             text = f"backbone {message.version} acts"
+            if enactment is not None and enactment.floor:
+                text += f" beyond term {enactment.floor}"
             if pending is not None:
                 text += f", {pending.version} is stored by {' '.join(word.peer for word in words) or 'nobody'}"
         case _:
             text = f"leader of term {message.term}: take over now"
+    for name in ("proof", "vote"):
+        vote = getattr(message, name, None)
+        if vote is not None:
+            text += f" [vote of {vote.voter} in {vote.term}: {vote.leader}]"
     mandate = getattr(message, "mandate", None)
     return text if mandate is None else f"{text} [mandate {mandate.term}: {mandate.leader}]"
 

@@ -82,12 +82,13 @@ def test_times_fit_together() -> None:
 # --- Messages ---------------------------------------------------------------------------------------------------------
 
 MESSAGES: list[Message] = [
-    PreVoteRequest(1, 4, 3),
-    PreVoteReply(1, 4, True, 3, None),
-    PreVoteReply(2, 4, False, 9, MANDATE),
-    VoteRequest(1, 4, 3, True),
-    VoteReply(1, 4, vote_of(A, B, 4), 4, None),
-    VoteReply(1, 4, None, 9, MANDATE),
+    PreVoteRequest(1, 4, None, MANDATE),
+    PreVoteRequest(1, 6, vote_of(C, C, 5), None),
+    PreVoteReply(1, 4, True, None, None),
+    PreVoteReply(2, 4, False, vote_of(A, B, 9), MANDATE),
+    VoteRequest(1, 4, True, None, MANDATE),
+    VoteReply(1, 4, vote_of(A, B, 4), None),
+    VoteReply(1, 4, None, MANDATE),
     Heartbeat(1, 3, 2**40, None),
     Heartbeat(1, 3, 1, MANDATE),
     HeartbeatReply(1, 3, 1, True, False, None),
@@ -106,7 +107,7 @@ def test_messages_survive_the_wire(message: Message) -> None:
 
 def test_golden_messages() -> None:
     assert msgpack.packb(to_plain(Heartbeat(1, 3, 300, None))) == b"\x95\x04\x01\x03\xcd\x01\x2c\xc4\x00"
-    assert [to_plain(message)[0] for message in MESSAGES] == [0, 1, 1, 2, 3, 3, 4, 4, 5, 5, 6, 7, 7, 7]
+    assert [to_plain(message)[0] for message in MESSAGES] == [0, 0, 1, 1, 2, 3, 3, 4, 4, 5, 5, 6, 7, 7, 7]
 
 
 _values = st.recursive(
@@ -145,8 +146,8 @@ def test_the_longest_message_fits_a_header() -> None:
     assert len(msgpack.packb(to_plain(longest))) <= MESSAGE_BYTES_MAX <= HEADER_BYTES_MAX
     assert from_plain(to_plain(longest)) == longest
     nines = Mandate(certificate_of(peers[0], peers[:MEMBERS_MAX], term, term), nine)
-    reply = VoteReply(term, term, vote_of(peers[0], peers[1], term, term), term, nines)
-    assert len(msgpack.packb(to_plain(reply))) <= 3 * 1024
+    request = VoteRequest(term, term, True, vote_of(peers[0], peers[1], term, term), nines)
+    assert len(msgpack.packb(to_plain(request))) <= 3 * 1024
 
 
 # --- The vote file ----------------------------------------------------------------------------------------------------
@@ -197,18 +198,12 @@ _mandates = st.none() | st.builds(
     st.sets(st.sampled_from((A, B, C, D)), min_size=1),
     st.integers(1, 6),
 )
+_votes = st.none() | st.builds(vote_of, st.sampled_from((A, B, C, D)), st.sampled_from((A, B)), st.integers(1, 6))
 _messages = st.one_of(
-    st.builds(PreVoteRequest, st.integers(0, 3), _terms, _terms),
-    st.builds(PreVoteReply, st.integers(0, 3), _terms, st.booleans(), _terms, _mandates),
-    st.builds(VoteRequest, st.integers(0, 3), _terms, _terms, st.booleans()),
-    st.builds(
-        VoteReply,
-        st.integers(0, 3),
-        _terms,
-        st.none() | st.builds(vote_of, st.sampled_from((A, B, C, D)), st.just(A), st.integers(1, 6)),
-        _terms,
-        _mandates,
-    ),
+    st.builds(PreVoteRequest, st.integers(0, 3), _terms, _votes, _mandates),
+    st.builds(PreVoteReply, st.integers(0, 3), _terms, st.booleans(), _votes, _mandates),
+    st.builds(VoteRequest, st.integers(0, 3), _terms, st.booleans(), _votes, _mandates),
+    st.builds(VoteReply, st.integers(0, 3), _terms, _votes, _mandates),
     st.builds(Heartbeat, st.integers(0, 3), _terms, st.integers(0, 9), _mandates),
     st.builds(HeartbeatReply, st.integers(0, 3), _terms, st.integers(0, 9), st.booleans(), st.booleans(), _mandates),
     st.builds(TimeoutNow, st.integers(0, 3), _terms),
@@ -329,7 +324,7 @@ def test_status_says_why_nobody_leads() -> None:
     assert newcomer.status().vote_file == member(D).vote_file
     election = start()
     assert election.status().why == "1 of 3 backbone peers answer, and 2 are needed"
-    election.receive(PreVoteRequest(1, 1, 0), B, 0.1)
+    election.receive(PreVoteRequest(1, 1, None, None), B, 0.1)
     assert election.status().answering == (A, B)
     assert election.status().why == "this peer may not lead now, and hears no other leader"
     election.report(eligible=True, covers=True, now=0.2)

@@ -14,8 +14,9 @@ import pytest
 from capabilities.backbone import BackboneSet, Member
 from capabilities.certificates import Mandate
 from scheduler.election_messages import Heartbeat, PreVoteRequest, TimeoutNow, VoteReply, VoteRequest
+from scheduler.election_state import Ballot
 from tests.election_conversation import Conversation, next_backbone
-from tests.election_tools import OWNER, SWARM, certificate_of, sign_as
+from tests.election_tools import OWNER, SWARM, certificate_of, enactment_of, sign_as, vote_of
 
 GOLDEN = Path(__file__).parent / "golden_elections"
 Scene = Callable[[], Conversation]
@@ -117,7 +118,7 @@ def a_restarted_voter_remembers_its_vote() -> Conversation:
     talk.say("B has voted, but its vote was lost; B restarts")
     talk.boot("B")
     talk.say("C asks B for its vote in the same term")
-    talk.deliver("C", "B", VoteRequest(1, 1, 0, False))
+    talk.deliver("C", "B", VoteRequest(1, 1, False, None, None))
     assert talk.disks["B"].voted is not None
     assert talk.disks["B"].voted.leader == "A"
     talk.say("and A asks again")
@@ -134,10 +135,10 @@ def a_bare_higher_number_changes_nothing() -> Conversation:
     disks = dict(talk.disks)
     talk.say("B claims to lead term 99, without a mandate")
     talk.deliver("B", "C", Heartbeat(1, 99, 1, None))
-    talk.say("B asks for votes far beyond, while A leads")
-    for term in (2, 99, 2**62):
-        talk.deliver("B", "C", PreVoteRequest(1, term, term))
-        talk.deliver("B", "C", VoteRequest(1, term, term, False))
+    talk.say("B asks for votes, also far beyond, and also as if A had asked it to lead")
+    for term, transfer in ((2, False), (99, True), (2**62, True)):
+        talk.deliver("B", "C", PreVoteRequest(1, term, None, None))
+        talk.deliver("B", "C", VoteRequest(1, term, transfer, None, None))
     talk.say("B passes itself off as the leader who hands over, and as the leader of A's term")
     talk.deliver("B", "C", TimeoutNow(1, 1))
     talk.deliver("B", "C", TimeoutNow(1, 99))
@@ -155,11 +156,38 @@ def a_bare_higher_number_changes_nothing() -> Conversation:
 
 
 @scene
-def a_term_beyond_reach_gets_no_vote() -> Conversation:
+def a_term_that_skips_others_needs_a_vote_as_proof() -> Conversation:
     talk = Conversation("ABC")
-    talk.say("nobody leads yet; 1,000 terms ahead is the most that a vote is given for")
-    for term in (2**62, 1_001, 1_000):
-        talk.deliver("C", "B", VoteRequest(1, term, 0, False))
+    talk.say("C asks for term 8, without proof, with a forged one, with too old a one, and with A's vote of term 7")
+    forged = replace(vote_of("A", "A", 7), signature=bytes(64))
+    for proof in (None, forged, vote_of("A", "A", 6), vote_of("A", "A", 7)):
+        talk.deliver("C", "B", VoteRequest(1, 8, False, proof, None))
+    return talk
+
+
+@scene
+def peers_that_are_terms_apart_catch_up() -> Conversation:
+    talk = Conversation("ABC", {"A": 0.0, "B": 0.5, "C": 0.9})
+    talk.say("B voted in 40 terms that nobody won, and C is down")
+    talk.disks["B"] = replace(talk.disks["B"], voted=Ballot(1, 40, "C"))
+    talk.boot("B")
+    talk.crash("C")
+    talk.run(2)
+    assert talk.leader == "A"
+    assert talk.elections["B"].term == 41
+    return talk
+
+
+@scene
+def proofs_that_know_of_different_terms_are_exchanged() -> Conversation:
+    talk = Conversation("ABC", {"A": 0.0, "B": 0.5, "C": 0.9}, guests="D")
+    second = next_backbone(talk, "ABCD")
+    talk.say("version 2 acts: by what A holds beyond term 3, by what B, C and D hold beyond term 7, 0 and 0")
+    for peer, words, floor in (("A", "ABD", 3), ("B", "BCD", 7), ("C", "ACD", 0), ("D", "ACD", 0)):
+        talk.disks[peer] = replace(talk.disks[peer], enactment=enactment_of(talk.backbone, second, words, floor))
+        talk.boot(peer)
+    talk.run(3)
+    assert talk.elections["D"].term == 8
     return talk
 
 
@@ -282,7 +310,7 @@ def the_leader_is_removed() -> Conversation:
     assert talk.leader == "C"
     assert talk.elections["A"].role == "outsider"
     talk.say("what A says counts no more")
-    talk.deliver("A", "B", PreVoteRequest(2, 9, 9))
+    talk.deliver("A", "B", PreVoteRequest(2, 9, None, None))
     return talk
 
 

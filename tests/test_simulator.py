@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from capabilities.backbone import BackboneSet, Enactment
-from capabilities.certificates import Mandate
+from capabilities.certificates import Mandate, Vote
 from scheduler.backbone_ledger import BackboneLedger
 from scheduler.election import Election
 from scheduler.election_messages import Heartbeat
@@ -152,7 +152,7 @@ class ObeysBeforeStoring(TermGuard):
         return new
 
 
-def _votes_twice(voter: Voter, candidate: str, term: int, version: int) -> bool:
+def _votes_twice(voter: Voter, candidate: str, term: int, version: int, proof: Vote | None) -> bool:
     """may_vote without looking at what was promised before."""
     acting = voter.ledger.acting
     return acting is not None and version == acting.version and voter.ledger.seated and candidate in acting.peers

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from capabilities.backbone import BackboneSet
 from capabilities.certificates import Mandate, Vote
 from capabilities.errors import PeerMistake
-from scheduler.election_messages import VoteReply
+from scheduler.election_messages import PreVoteReply, VoteReply
 from scheduler.election_roles import Role
 from scheduler.election_state import Ballot, DamagedState, HardState, LeaderChanged
 from scheduler.election_times import LEASE_S, STRETCH_S, TICK_S
@@ -53,7 +53,7 @@ class Checks:
         """Hears every message (the network's tap). What is forged proves nothing."""
         if self._forged(message):
             return
-        if isinstance(message, VoteReply) and message.vote is not None:
+        if isinstance(message, PreVoteReply | VoteReply) and message.vote is not None:
             self._voted(message.vote)
             self._is_stored(sender, message.vote)
         mandate = getattr(message, "mandate", None) or getattr(message, "known", None)

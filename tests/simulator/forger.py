@@ -61,7 +61,7 @@ class Forger:
     def strike(self) -> None:
         """Forge one message."""
         random = self._random
-        if random.random() < 0.3:
+        if random.random() < 0.3:  # forged in a member's name, or said by it in madness
             member = random.choice(self._backbone)
             self._send(member, random.choice(self._backbone), "election", self._mad_message())
         elif self._seen and random.random() < 0.4:
@@ -91,9 +91,10 @@ class Forger:
             (
                 Heartbeat(1, term, number, None),
                 HeartbeatReply(1, term, number, True, True, None),
-                PreVoteRequest(1, term, term),
-                PreVoteReply(1, self._random.randrange(1, 40), False, term, None),
-                VoteReply(1, self._random.randrange(1, 40), None, term, None),
+                PreVoteRequest(1, term, None, None),
+                PreVoteReply(1, self._random.randrange(1, 40), False, None, None),
+                VoteRequest(1, term, self._random.random() < 0.5, None, None),
+                VoteReply(1, self._random.randrange(1, 40), None, None),
                 TimeoutNow(1, term),
             )
         )
@@ -115,8 +116,8 @@ class Forger:
         return random.choice(
             (
                 Heartbeat(1, mandate.term, 1, mandate),
-                VoteRequest(1, mandate.term, 0, True),
-                VoteReply(1, mandate.term, vote, 0, mandate),
+                VoteRequest(1, mandate.term + 1, True, vote, None),
+                VoteReply(1, mandate.term, vote, mandate),
                 BackboneUpdate(None, mandate.backbone, (word,)),
                 TimeoutNow(1, mandate.term),
             )

@@ -236,7 +236,7 @@ def _settle(swarm: Swarm) -> None:
     term = 0
     while world.now - steady_since < STEADY_S:
         world.run(world.now + POLL_S)
-        if not swarm.agreed() or term != max(checks.terms):
-            term, steady_since = max(checks.terms), world.now
+        if not swarm.agreed() or term != max(checks.terms, default=0):
+            term, steady_since = max(checks.terms, default=0), world.now
         if world.now - begin > AGREEMENT_S_MAX:
             raise Breach(f"no lasting agreement within {AGREEMENT_S_MAX} s of healing")
