@@ -33,6 +33,7 @@ ROWS_PER_S_LIMITS = (1.0, 1e7)  # measured rates are held within: a peer's own n
 SECONDS_MAX = 60.0  # and so are delays
 _WIDER_STEPS_MAX = 6  # each may double the workers that take part
 _BOTTLENECK = 0.9  # of the slowest worker's time: who takes longer is relieved in the same step
+_SWEEPS, _SWEPT_MAX = 3, 32  # turns after the first; among more groups than this one turn is even enough
 _FAN_OUTS = (*range(1, 9), 12, 16, 24, 32, 48, 64, 96, 128)  # a wider frame pays for nobody
 
 
@@ -112,6 +113,10 @@ def _lateness(n: int) -> float:
     return 1 + JITTER * (math.fsum(1 / i for i in range(1, n + 1)) - 1)
 
 
+def _held_within(values: Sequence[float], low: float, high: float, no_number: float) -> F64:
+    return np.nan_to_num(np.array(values, np.float64), nan=no_number).clip(low, high)
+
+
 class _Groups:
     """A layer's experts by the holders that they have in common; all arrays are over the layer's W workers."""
 
@@ -123,9 +128,9 @@ class _Groups:
             self.experts.setdefault(tuple(holders), []).append(expert)
         self.experts.pop((), None)
         self.rows = {holders: rows * float(weights[group].sum()) for holders, group in self.experts.items()}
-        self.rtt_s = np.array([speed.rtt_s for speed in speeds]).clip(0, SECONDS_MAX)
-        self.busy_s = np.array([speed.busy_s for speed in speeds]).clip(0, SECONDS_MAX)
-        self.rate = np.array([speed.rows_per_s for speed in speeds]).clip(*ROWS_PER_S_LIMITS)
+        self.rtt_s = _held_within([speed.rtt_s for speed in speeds], 0.0, SECONDS_MAX, SECONDS_MAX)
+        self.busy_s = _held_within([speed.busy_s for speed in speeds], 0.0, SECONDS_MAX, SECONDS_MAX)
+        self.rate = _held_within([speed.rows_per_s for speed in speeds], *ROWS_PER_S_LIMITS, ROWS_PER_S_LIMITS[0])
         self.start_s = self.rtt_s + self.busy_s
 
     def cover(self) -> list[int]:
@@ -151,14 +156,21 @@ class _Groups:
     def share(self, active: set[int]) -> _Split:
         """Let only these answer: what each gets of each group, and how long they take.
 
-        Groups with one active holder leave no choice. The others, in turn, fill up whoever would finish first.
+        Groups with one active holder leave no choice. The others, in turn, fill up whoever would finish first, and do
+        so again once all have had their turn.
         """
         done = self.rtt_s * _lateness(len(active)) + self.busy_s
         total = dict.fromkeys(active, 0.0)
-        shares: dict[tuple[int, ...], dict[int, float]] = {}
+        shares: dict[tuple[int, ...], dict[int, float]] = {holders: {} for holders in self.experts}
         choices = {holders: [w for w in holders if w in active] for holders in self.experts}
-        for holders, able in sorted(choices.items(), key=lambda item: (len(item[1]), -self.rows[item[0]], item[0])):
-            shares[holders] = _level({w: float(done[w]) for w in able}, self.rate, self.rows[holders])
+        order = sorted(choices, key=lambda holders: (len(choices[holders]), -self.rows[holders], holders))
+        free = [holders for holders in order if len(choices[holders]) > 1]
+        sweeps = _SWEEPS if 1 < len(free) <= _SWEPT_MAX else 0
+        for holders in order + sweeps * free:
+            for w, rows in shares[holders].items():
+                total[w] -= rows
+                done[w] -= rows / self.rate[w]
+            shares[holders] = _level({w: float(done[w]) for w in choices[holders]}, self.rate, self.rows[holders])
             for w, rows in shares[holders].items():
                 total[w] += rows
                 done[w] += rows / self.rate[w]

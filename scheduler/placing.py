@@ -129,14 +129,13 @@ def _aims(table: Table) -> Aims:
     near = np.zeros((2, len(table.workers)), np.bool_)
     near[0, any_tier.nonzero()[0][: rest.near]] = True
     near[1, right.nonzero()[0][: rank.near]] = True
-    fair_output, fair = _fair(table, near, right)
     is_rank = np.zeros(len(table.layers), np.bool_)
     is_rank[table.layer[table.output]] = True
-    return Aims(near, np.where(is_rank, rank.fan_out, rest.fan_out), fair_output, fair)
+    return Aims(near, np.where(is_rank, rank.fan_out, rest.fan_out), _fair(table, near, right))
 
 
-def _fair(table: Table, near: Bools, right: Bools) -> tuple[F64, F64]:
-    """The load of output ranks and of all layers, float64 [W] each, that everybody gets by the rounds of dealing."""
+def _fair(table: Table, near: Bools, right: Bools) -> F64:
+    """The load that everybody gets by the rounds of dealing: float64 [W]."""
     room = table.free * (table.weight.sum() / max(int(table.size.sum()), 1))
     hosts = int(table.host.max(initial=-1)) + 1
     loads = np.zeros((2, len(room)))
@@ -150,7 +149,8 @@ def _fair(table: Table, near: Bools, right: Bools) -> tuple[F64, F64]:
                 loads[rank] += water_fill(
                     table.rate, loads.sum(axis=0), free, table.host, np.maximum(host_room, 0), left
                 )
-    return loads[1], loads.sum(axis=0)
+    fair: F64 = loads.sum(axis=0)
+    return fair
 
 
 def _spread(table: Table, allowed: Bools, experts: Bools) -> Spread:
@@ -163,24 +163,22 @@ def _spread(table: Table, allowed: Bools, experts: Bools) -> Spread:
 
 
 def _first_copies(table: Table, aims: Aims) -> None:
-    nothing = np.zeros(len(table.workers))
     for tier in sorted(set(table.tier.tolist())):
         allowed = table.tier == tier
         if tier:
             _keep(table, table.output & (table.copies == 0), allowed)
-        _cover(table, aims, table.output, allowed, nothing)
-    reserved = _reserved(table, aims) if table.replicas > 1 else nothing
-    _cover(table, aims, ~table.output, table.tier >= 0, reserved)
+        _cover(table, aims, table.output, allowed)
+    _cover(table, aims, ~table.output, table.tier >= 0)
 
 
-def _cover(table: Table, aims: Aims, experts: Bools, allowed: Bools, reserved: F64) -> None:
+def _cover(table: Table, aims: Aims, experts: Bools, allowed: Bools) -> None:
     """Give each of these experts that has none its first copy on the allowed workers, making room if there is none."""
     missing = (experts & (table.copies == 0)).nonzero()[0]
     if not len(missing):
         return
     near = aims.near[int(table.output[missing[0]])] & allowed
-    missing = _deal(table, aims, missing, near, reserved)
-    missing = _deal(table, aims, missing, allowed, reserved)
+    missing = _deal(table, aims, missing, near)
+    missing = _deal(table, aims, missing, allowed)
     hopeless = int(table.size.max()) + 1  # once an expert found no room, none of that size will
     for expert in missing.tolist():
         if table.size[expert] >= hopeless:
@@ -219,40 +217,33 @@ def _by_urgency(table: Table, copy: int) -> list[Bools]:
 
 def _one_more(table: Table, aims: Aims, experts: Bools, copy: int) -> None:
     """Give these, which have so many copies, one more if hosts and memory allow: output ranks nowhere worse."""
-    nothing = np.zeros(len(table.workers))
     worst = np.where(table.holder >= 0, table.tier[table.holder], 0).max(axis=1, initial=0)
     for tier in sorted(set(worst[experts & table.output].tolist())):
         allowed, ranks = table.tier <= tier, experts & table.output & (worst == tier)
         if tier:
             _keep(table, ranks, allowed)
-        _replicate(table, aims, ranks & (table.copies == copy), allowed, nothing)
-    reserved = _reserved(table, aims) if copy + 1 < table.replicas else nothing
-    _replicate(table, aims, experts & ~table.output, table.tier >= 0, reserved)
+        _replicate(table, aims, ranks & (table.copies == copy), allowed)
+    _replicate(table, aims, experts & ~table.output, table.tier >= 0)
 
 
-def _replicate(table: Table, aims: Aims, experts: Bools, allowed: Bools, reserved: F64) -> None:
+def _replicate(table: Table, aims: Aims, experts: Bools, allowed: Bools) -> None:
     missing = experts.nonzero()[0]
     if len(missing):
-        rearrange(table, _deal(table, aims, missing, allowed, reserved), allowed)
+        rearrange(table, _deal(table, aims, missing, allowed), allowed)
 
 
-def _reserved(table: Table, aims: Aims) -> F64:
-    """The load that each worker is still to get by further copies of output ranks: float64 [W]."""
-    return np.maximum(aims.fair_output - table.load_held(table.output), 0)
-
-
-def _deal(table: Table, aims: Aims, missing: I64, allowed: Bools, reserved: F64) -> I64:
+def _deal(table: Table, aims: Aims, missing: I64, allowed: Bools) -> I64:
     """Deal a copy of each of these experts: to an even load at first, then wherever there is room. Returns the rest."""
     for level in (True, True, False):
         if not len(missing) or not (allowed & (table.free >= table.size[missing].min())).any():
             break
         if level:
             total = float(table.weight[missing].sum())
-            room = (table.free * (total / float(table.size[missing].sum())) - reserved).clip(0) * allowed
-            base, host_room = table.load + reserved, _host_room(table, missing)
-            quota = water_fill(table.rate, base, room, table.host, host_room, total)
+            room = np.asarray(table.free * (total / float(table.size[missing].sum())) * allowed, np.float64)
+            host_room = _host_room(table, missing)
+            quota = water_fill(table.rate, table.load, room, table.host, host_room, total)
         else:
-            quota = np.asarray(table.free * float((table.weight[missing] / table.size[missing]).max()))
+            quota = np.asarray(table.free * (table.weight[missing] / table.size[missing]).max(), np.float64)
         left: list[I64] = []
         for group in table.groups(missing):
             fan_out = int(aims.fan_out[table.layer[group[0]]])

@@ -24,15 +24,13 @@ SPACIOUS_MAX = 4  # workers with the most room that each of them tries
 class Aims:
     """Who should hold what if nothing were held yet.
 
-    near         bool [2, W]   who should hold first copies of other layers (0) and of output ranks (1)
-    fan_out      int64 [L]     on how many workers a layer's first copies should be
-    fair_output  float64 [W]   fair load of output ranks, in layers
-    fair         float64 [W]   fair load of all layers
+    near      bool [2, W]   who should hold first copies of other layers (0) and of output ranks (1)
+    fan_out   int64 [L]     on how many workers a layer's first copies should be
+    fair      float64 [W]   fair load, in layers
     """
 
     near: Bools
     fan_out: I64
-    fair_output: F64
     fair: F64
 
 

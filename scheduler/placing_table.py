@@ -134,18 +134,11 @@ class Table:
 
     def bytes_held(self, experts: Bools) -> I64:
         """For each worker [W] the bytes of its copies of these experts [G]."""
-        return self._sum_held(self.size.astype(np.float64), experts).astype(np.int64)  # exact below 2**53
-
-    def load_held(self, experts: Bools) -> F64:
-        """For each worker [W] the load of its copies of these experts [G]."""
-        return self._sum_held(self.weight, experts)
-
-    def _sum_held(self, values: F64, experts: Bools) -> F64:
-        held: F64 = np.zeros(len(self.workers))
+        held: F64 = np.zeros(len(self.workers))  # exact below 2**53
         for column in self.holder.T:
             there = (column >= 0) & experts
-            held += np.bincount(column[there], weights=values[there], minlength=len(held))
-        return held
+            held += np.bincount(column[there], weights=self.size[there], minlength=len(held))
+        return held.astype(np.int64)
 
     def groups(self, experts: I64) -> Iterator[I64]:
         """These experts (ascending) by layer and present holders. Large experts first: small ones fit what is left."""

@@ -132,6 +132,14 @@ def test_an_output_rank_moves_others_off_the_only_right_peer_rather_than_degrade
     }
 
 
+def test_room_on_right_peers_is_kept_for_the_second_copies_of_output_ranks() -> None:
+    right = alike(2, budget_bytes=6_000, rows_per_s=10_000)
+    wrong = [WorkerSpec(peer, 20_000, accumulates_f32=False) for peer in ("x", "y")]
+    holders = put(stack(4, 400), [*right, *wrong]).holders
+    assert {frozenset(peers) for peers in holders[3]} == {frozenset(("w0", "w1"))}
+    assert all(len(peers) == 2 for layer in range(3) for peers in holders[layer])
+
+
 def test_without_a_right_peer_the_best_there_is_serves() -> None:
     workers = [
         replace(alike(1)[0], peer="f16", accumulates_f32=False),
@@ -159,6 +167,19 @@ def test_a_second_copy_gives_way_to_a_first() -> None:
     after = put(layers, alike(2, budget_bytes=room), before)
     assert all(len(peers) >= 1 for holders in after.holders.values() for peers in holders)
     assert broken_rules(after, layers, alike(2, budget_bytes=room), 2, output_ranks(layers)) == []
+
+    left = [
+        {peer for peer in peers if peer in ("w0", "w1")} for holders in before.holders.values() for peers in holders
+    ]
+    now = [set(peers) for holders in after.holders.values() for peers in holders]
+    assert all(old & new for old, new in zip(left, now, strict=True) if old)  # but no more than that moves
+
+
+def test_what_is_held_does_not_stand_in_the_way_of_a_large_expert() -> None:
+    layers = [LayerSpec(0, 2, 3), LayerSpec(1, 1, 5)]
+    scattered = Placement(1, 1, {0: (("w0",), ("w1",)), 1: ((),)})
+    after = put(layers, alike(2, budget_bytes=6), scattered)
+    assert [len(after.held_by(w).get(0, ())) for w in ("w0", "w1")] in ([2, 0], [0, 2])
 
 
 def test_a_tight_fit_on_three_hosts_is_found() -> None:
@@ -292,6 +313,45 @@ def test_one_that_joins_moves_no_more_than_its_share(
         assert gained["w0"] >= 0.7 * share
 
 
+def test_a_newcomers_share_is_one_of_rows_where_some_experts_are_popular() -> None:
+    layers = [LayerSpec(i, 8, 10, (40, 40, 1, 1, 1, 1, 1, 1)) for i in range(8)]
+    share_of = [0.9 * p / 86 + 0.1 / 8 for p in layers[0].popularity or ()]
+    after = put(layers, alike(5), put(layers, alike(5)[1:]))
+    rows = sum(share_of[expert] for experts in after.held_by("w0").values() for expert in experts)
+    assert 1.5 < rows <= 16 / 5
+
+
+def test_a_newcomer_takes_no_output_rank_that_it_is_wrong_for_and_no_copy_that_its_host_has() -> None:
+    layers, old = stack(8, 8), alike(3)
+    before = put(layers, old)
+    for newcomer in (
+        WorkerSpec("new", PLENTY, accumulates_f32=False),
+        WorkerSpec("new", PLENTY, fitness="unfit"),
+        WorkerSpec("new", PLENTY, host="w1"),
+    ):
+        after = put(layers, [*old, newcomer], before)
+        assert broken_rules(after, layers, [*old, newcomer], 2, output_ranks(layers)) == []
+        assert experts_held(after, "new") > 10
+
+
+def test_room_that_newcomers_make_is_used() -> None:
+    full = alike(2, budget_bytes=100)
+    twice, once = (("w0", "w1"),) * 4, (("w0",), ("w0",), ("w1",), ("w1",))
+    before = Placement(1, 1, {0: twice, 1: once, 2: once, 3: once})
+    newcomers = [WorkerSpec(peer, PLENTY, accumulates_f32=False, rows_per_s=9_000) for peer in ("x", "y")]
+    after = put(stack(4, 4), [*full, *newcomers], before)
+    assert {frozenset(peers) for peers in after.holders[3]} == {frozenset(("w0", "w1"))}
+
+
+def test_only_newcomers_move_what_is_loaded_however_uneven_it_is() -> None:
+    layers = stack(4, 8)
+    uneven = Placement(1, 1, dict.fromkeys(range(4), (("w0", "w1"),) * 7 + (("w2", "w1"),)))
+    assert put(layers, alike(3), uneven).holders == uneven.holders
+    assert set(gains(uneven, put(layers, alike(4), uneven), layers)) == {"w3"}
+    idle = place(layers, alike(4), term=1, epoch=2, previous=uneven, newcomers=())
+    assert idle.holders == uneven.holders
+
+
 def test_a_newcomer_with_memory_brings_the_second_copies() -> None:
     layers = stack(4, 8)
     small = alike(2, budget_bytes=170)
@@ -342,6 +402,14 @@ def test_a_distant_worker_holds_second_copies_if_near_ones_hold_everything() -> 
     assert 70 <= experts_held(joined, "near2") <= 96
     small = [replace(workers[0], budget_bytes=960), *workers[1:]]
     assert {peers[0] for h in put(stack(12, 16), small).holders.values() for peers in h} > {"near"}
+
+
+def test_a_distant_newcomer_takes_second_copies_over() -> None:
+    near = alike(2)
+    before = put(stack(12, 16), near)
+    after = put(stack(12, 16), [*near, WorkerSpec("far", PLENTY, rtt_ms=200)], before)
+    assert experts_held(after, "far") > 100
+    assert {peers[0] for holders in after.holders.values() for peers in holders} == {"w0", "w1"}
 
 
 def test_copies_are_of_one_class_where_hosts_allow() -> None:
