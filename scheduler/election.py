@@ -32,6 +32,7 @@ from scheduler.election_roles import TRANSITIONS, Cause, Role
 from scheduler.election_state import BackboneChanged, HandOverFailed, HardState, LeaderChanged, Outbox, Ready
 from scheduler.election_status import ElectionStatus, describe
 from scheduler.leadership import Leadership
+from scheduler.own_time import OwnTime
 from scheduler.voter import Voter
 
 
@@ -44,8 +45,8 @@ class Election:
         self._voter = Voter(peer, state, keys)
         self._ledger = self._voter.ledger
         self._draw = draw
-        self._now = now
-        self._time = 0.0  # this peer's own time: see election_times.py
+        self._own_time = OwnTime(now, times.STRETCH_S)
+        self._time = 0.0  # of it, at the last event
         self._role = Role.FOLLOWER if self._ledger.seated else Role.OUTSIDER
         self._eligible = False
         self._covers = False
@@ -384,8 +385,7 @@ class Election:
         return low + (high - low) * self._draw()
 
     def _advance(self, now: float) -> None:
-        self._time += min(max(0.0, now - self._now), times.STRETCH_S)
-        self._now = max(self._now, now)
+        self._time = self._own_time.at(now)
 
     def _send(self, peer: str, message: messages.Message) -> None:
         self._out.messages.append((peer, message))
