@@ -35,7 +35,6 @@ class LearnedModel:
     n_vocab: int
     n_layers: int
     context_length: int
-    chat_template: bool
 
 
 def learn(path: Path, holding: tuple[int, ...]) -> LearnedModel:
@@ -47,9 +46,7 @@ def learn(path: Path, holding: tuple[int, ...]) -> LearnedModel:
     """
     hook = LearningHook()
     with LlamaModel(path, _SETTINGS, hook) as model:
-        n = _LEARN_TOKENS
-        tokens = np.arange(1, n + 1, dtype=np.int32) % model.vocabulary.n_vocab
-        model.decode(tokens, np.arange(n, dtype=np.int32), np.zeros(n, np.int32), np.ones(n, bool))
+        run_once(model)
         if hook.refused:
             raise next(iter(hook.refused.values()))
         return LearnedModel(
@@ -58,8 +55,14 @@ def learn(path: Path, holding: tuple[int, ...]) -> LearnedModel:
             n_vocab=model.vocabulary.n_vocab,
             n_layers=model.n_layers,
             context_length=model.trained_context_tokens,
-            chat_template=model.vocabulary.chat_template is not None,
         )
+
+
+def run_once(model: LlamaModel) -> None:
+    """Decode a few tokens in sequence 0, with logits for each, so that every layer has rows for a LearningHook."""
+    n = min(_LEARN_TOKENS, model.settings.batch_tokens)
+    tokens = np.arange(1, n + 1, dtype=np.int32) % model.vocabulary.n_vocab
+    model.decode(tokens, np.arange(n, dtype=np.int32), np.zeros(n, np.int32), np.ones(n, bool))
 
 
 def make_trunk(gguf: GGUFFile, target: Path, progress: Callable[[int, int], None] | None = None) -> LearnedModel:

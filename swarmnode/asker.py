@@ -48,14 +48,14 @@ class RemoteAsker:
         stream: Stream | None = None
         try:
             if (error := self._refusal()) is not None:
-                yield _one(Failed(error))
+                yield only(Failed(error))
                 return
             try:
                 with trio.fail_after(limits.PROMPT_SILENCE_SECONDS_MAX):
                     stream = await self._network.open_stream(self._leader, PROTOCOL)
                     await stream.send(encode_ask(ask))
             except (NetworkError, trio.TooSlowError) as error:
-                yield _one(Failed(self._lost(ask, str(error) or "it does not answer")))
+                yield only(Failed(self._lost(ask, str(error) or "it does not answer")))
                 return
             yield self._receive(stream, ask)
         finally:
@@ -92,5 +92,6 @@ class RemoteAsker:
         )
 
 
-async def _one(reply: Reply) -> AsyncIterator[Reply]:
+async def only(reply: Reply) -> AsyncIterator[Reply]:
+    """An answer that consists of one reply: a refusal."""
     yield reply

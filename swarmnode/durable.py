@@ -11,7 +11,7 @@ from capabilities.errors import Internal
 def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Replace a file with `data`; afterwards it has the old or the new content, whatever happens."""
     part = path.with_name(f".{path.name}.part-{os.getpid()}")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)

@@ -21,6 +21,7 @@ from libp2p.crypto.serialization import deserialize_private_key
 from libp2p.peer.id import ID
 
 from capabilities.errors import SwarmError
+from swarmnode.durable import write_whole
 from swarmnode.net.interface import PeerId
 
 log = structlog.get_logger(__name__)
@@ -92,7 +93,8 @@ def load_or_create_identity(data_folder: Path) -> Identity:
             return _read(path)
         except FileNotFoundError:
             identity = Identity.generate()
-            _write_whole(path, identity.key_pair.private_key.serialize())
+            data_folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, identity.key_pair.private_key.serialize())
             return identity
     except OSError as error:
         hint = "Check the folder's owner and the disk's free space."
@@ -113,28 +115,6 @@ def _read(path: Path) -> Identity:
         message = f"{path} ({len(data)} bytes) holds no identity: it is damaged or cut off"
         raise BadIdentity(message, path=str(path)) from error
     return Identity.from_key_pair(KeyPair(key, key.get_public_key()))
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """All or nothing, also if the machine stops in the middle."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 @contextlib.contextmanager

@@ -10,19 +10,20 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
 import structlog
 import trio
 
 from backends.device import Device
+from backends.learn import run_once
 from backends.llama import LlamaModel, LlamaSettings
 from backends.manifest import Manifest
 from backends.moe_hook import LearnedLayer, LearningHook, PartialSumHook, ServingHook
 from capabilities.errors import BadModelFile, NotReady, SwarmError
 from scheduler.answer import Vocabulary
 from scheduler.batching import Batcher
+from swarmnode.asker import only
 from swarmnode.config import Combine, Config
 from swarmnode.durable import next_counter
 from swarmnode.leader.engine import DecodeEngine
@@ -37,8 +38,6 @@ from swarmnode.net.interface import Network
 from swarmnode.prompt_messages import Ask, Failed, Reply
 
 _log = structlog.get_logger(__name__)
-
-_LEARN_TOKENS: Final = 3
 
 
 @dataclass(eq=False)
@@ -117,7 +116,7 @@ class Leader:
         if self.active is None:
             refusal = self.refusal()
             assert refusal is not None
-            yield _one(Failed(refusal))
+            yield only(Failed(refusal))
             return
         async with self.active.prompts.answer(ask, asker) as replies:
             yield replies
@@ -232,9 +231,7 @@ class Leader:
         learning = LearningHook()
         model = LlamaModel(opened.trunk, settings, learning)
         try:
-            n = min(_LEARN_TOKENS, settings.batch_tokens)
-            tokens = np.arange(1, n + 1, dtype=np.int32) % model.vocabulary.n_vocab
-            model.decode(tokens, np.arange(n, dtype=np.int32), np.zeros(n, np.int32), np.ones(n, bool))
+            run_once(model)
             model.clear_all()
             _check_layers(opened.manifest, learning.layers)
             hook = ServingHook if config.combine == "router-order" else PartialSumHook
@@ -287,7 +284,3 @@ def _check_layers(manifest: Manifest, learned: dict[int, LearnedLayer]) -> None:
                 f"layer {layer.layer} of the trunk does not match the manifest of {manifest.name}",
                 hint="Remove the model and add it again: it was added by another version.",
             )
-
-
-async def _one(reply: Reply) -> AsyncIterator[Reply]:
-    yield reply

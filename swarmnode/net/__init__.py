@@ -14,7 +14,8 @@ kademlia          the same on py-libp2p's Kademlia; kademlia_stores bound what i
 
 tcp               a socket that can be used without a pass through the scheduler
 noise_session     libp2p's handshake, then sealing and opening as plain functions
-muxer             many streams over one connection; muxer_stream is one of them
+muxer             many streams over one connection; muxer_stream is one of them, stream_owner what it needs of the
+                  connection
 multistream       agreeing on a protocol's name
 admission         who may be in a handshake at the same time
 libp2p_adapters   the above in the shapes that py-libp2p expects

@@ -218,7 +218,7 @@ def _connect(dialer: MemoryNetwork, listener: MemoryNetwork) -> None:
 
 
 class _End:
-    """One side of a connection: what MuxerStream needs from its owner (see muxer_stream.StreamOwner)."""
+    """One side of a connection: what MuxerStream needs from its owner (see stream_owner.StreamOwner)."""
 
     other: _End
 
