@@ -43,7 +43,6 @@ def run_demo(
     prompt: str | None,
     max_tokens: int | None,
     keep: bool,
-    quiet: bool,
     progress: Progress,
     show: Callable[[str], None],
 ) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -63,7 +64,7 @@ class LocalNode:
         """Start the process; it need not be reachable yet."""
         config = self.write_settings()
         command = [sys.executable, "-m", "swarmnode", "run", "--config", str(config), "--data-dir", str(self.folder)]
-        with self.log.open("ab") as log:
+        with self.log.open("ab") as log, _interrupts_held():
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -242,6 +243,23 @@ class LocalSwarm:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait until the block has ended: a process that is being started must get its owner first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread hears signals
+        return
+    held: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: held.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for late in held:
+            signal.raise_signal(late)
 
 
 def _show_loading(status: Mapping[str, Any], progress: Progress) -> None:

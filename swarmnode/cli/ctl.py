@@ -142,7 +142,7 @@ def demo(settings: Settings, prompt: str | None, max_tokens: int | None, keep: b
 
     with ProgressLine() as progress, common.without_daemon():
         result = run_demo(
-            prompt=prompt, max_tokens=max_tokens, keep=keep, quiet=settings.json, progress=progress, show=show
+            prompt=prompt, max_tokens=max_tokens, keep=keep, progress=progress, show=show
         )
     if settings.json:
         common.print_json(result)

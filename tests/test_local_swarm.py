@@ -1,0 +1,43 @@
+"""The owner of local daemons: whatever interrupts it, no process is left without an owner."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnode import local_swarm
+from swarmnode.local_swarm import LocalSwarm
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_a_daemon_is_being_started_leaves_none_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def interrupted_popen(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*args, **kwargs))
+        signal.raise_signal(number)  # the process runs, and nobody holds it yet
+        return started[-1]
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(number, interrupt)
+    try:
+        monkeypatch.setattr(local_swarm.subprocess, "Popen", interrupted_popen)
+        with pytest.raises(KeyboardInterrupt), LocalSwarm(tmp_path, 1):
+            pytest.fail("the interrupt was lost")
+        assert len(started) == 1
+        assert started[0].poll() is not None
+        assert signal.getsignal(number) is interrupt
+    finally:
+        signal.signal(number, before)
+        for process in started:
+            process.kill()
+            process.wait()
