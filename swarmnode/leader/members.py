@@ -48,6 +48,7 @@ class Member:
 
     proven            (term, epoch) of what the probe found right over the present link
     failing_since_s   of the first failure (loading, probing, dispatches) that no success followed
+    draining          it asked to hold nothing more
     failures          how many those are; `resting`: it is left alone for a while after the last one
     given_up          how often in a row it was; until excluded_until_s it is no newcomer. Both outlive a stay
     """
@@ -66,6 +67,7 @@ class Member:
     agreement: Agreement | None = None
     error: SwarmError | None = None
     silent: bool = False
+    draining: bool = False
     failing_since_s: float | None = None
     failures: int = 0
     resting: bool = False
