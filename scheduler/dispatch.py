@@ -4,19 +4,20 @@ The router chose K experts for each of T tokens; output slot t*K + k belongs to 
 token's activations once, however many of its experts were chosen, and answers one row for each of its slots, in slot
 order. Answers are written to their slots, so the result is the same whoever answers first.
 
-`plan` runs for every layer of every token: owners come from a table built once an epoch, the rest is a stable sort.
+`plan` runs for every layer of every token: owners come from tables (LayerRouting), the rest is a stable sort. If a peer
+fails, `retry` sends its part to other holders; the slots stay, so the result is the same whoever computed it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capabilities.errors import ExpertsUnavailable, PeerMistake
+from scheduler.layer_cost import PeerSpeed, share_out
 
 # A failed peer must reach the asker as an error within 5 s: at most 4 s for one dispatch of a decode step leave one for
 # the rest of the way. Nothing waits for longer than two minutes: at such a rate a swarm serves nobody.
@@ -29,6 +30,9 @@ DEADLINE_S_MIN = 3.0
 SLACK = 4.0  # a peer may be this much slower than it was measured: another job, a hot phone
 ROWS_PER_S_UNMEASURED = 50.0  # an old CPU with large experts
 BYTES_PER_S_MIN = 250_000.0  # 2 Mbit/s, the slowest uplink that makes sense
+UNMEASURED = PeerSpeed(rtt_s=0.05, rows_per_s=ROWS_PER_S_UNMEASURED)  # chosen only where nobody better is
+# Rows that stand for dispatches of 1-2, up to 8, 32, 128, 512 and more: who answers is decided for each magnitude.
+ROWS_MAGNITUDES = (2.0, 8.0, 32.0, 128.0, 512.0, 4096.0)
 _RATE_MEMORY = 0.9  # of what was measured, kept at each new measurement: the last ten or so count
 
 
@@ -62,32 +66,81 @@ class Plan:
 class LayerRouting:
     """Which peer answers for each expert of a layer, from a placement and the peers that cannot be reached now.
 
-    holders[expert]: its peers, preferred first; the first that can be reached answers. `groups` is the routing to the
-    first ones, reachable or not, by which partial sums are added (combine.py); None where it is this very one.
+    holders[expert]: its peers, preferred first. speeds: what is measured of them; without it the first holder that can
+    be reached answers. With it the choice is layer_cost.share_out's, among the reachable holders of the same numeric
+    class as the first one (bits must not depend on who is busy): few workers for few rows, more for many, so there is
+    one table for each magnitude of a dispatch, made when it is first needed. The same numbers give the same choice.
+    fallback: a peer, the leader itself, that answers for experts which no reachable holder has.
+
+    `groups` is the routing to the first holders, reachable or not, by which partial sums are added (combine.py); None
+    where it is this very one. Where answers are to be sums, pass no speeds: rows that others share come back as rows.
     """
 
-    def __init__(self, layer: int, holders: Sequence[Sequence[str]], unreachable: Collection[str] = ()) -> None:
-        chosen = [next((peer for peer in peers if peer not in unreachable), None) for peers in holders]
+    def __init__(
+        self,
+        layer: int,
+        holders: Sequence[Sequence[str]],
+        unreachable: Collection[str] = (),
+        *,
+        speeds: Mapping[str, PeerSpeed] | None = None,
+        fallback: str | None = None,
+    ) -> None:
         self.layer = layer
-        self.peers = tuple(sorted({peer for peer in chosen if peer is not None}))
-        index = {peer: i for i, peer in enumerate(self.peers)}
-        nobody = len(self.peers)  # sorts behind the peers
-        self._owner = np.array([nobody if peer is None else index[peer] for peer in chosen], dtype=np.int64)
         self._holders = tuple(tuple(peers) for peers in holders)
-        replaced = any(peer not in (None, *peers[:1]) for peer, peers in zip(chosen, holders, strict=True))
-        self.groups: LayerRouting | None = LayerRouting(layer, holders) if replaced else None
+        self._unreachable = frozenset(unreachable)
+        self._speeds = speeds
+        self._fallback = fallback if fallback not in self._unreachable else None
+        options = [self._options(peers) for peers in self._holders]
+        self.peers = tuple(sorted({peer for able in options for peer in able}))
+        index = {peer: i for i, peer in enumerate(self.peers)}
+        self._options_of = [[index[peer] for peer in able] for able in options]
+        nobody = len(self.peers)  # sorts behind the peers
+        first = np.array([able[0] if able else nobody for able in self._options_of], dtype=np.int64)
+        replaced = any(
+            able and able[0] != peers[0] for able, peers in zip(options, self._holders, strict=True) if peers
+        )
+        no_choice = speeds is None or all(len(able) < 2 for able in self._options_of)
+        self._owner_of: list[NDArray[np.int64] | None] = [first if no_choice else None for _ in ROWS_MAGNITUDES]
+        self.groups: LayerRouting | None = LayerRouting(layer, holders) if replaced or not no_choice else None
+
+    def _options(self, holders: tuple[str, ...]) -> list[str]:
+        """Who of them may answer."""
+        able = [peer for peer in holders if peer not in self._unreachable]
+        if not able:
+            return [] if self._fallback is None else [self._fallback]
+        kind = self._speed(able[0]).numeric_class
+        return able[:1] + [peer for peer in able[1:] if kind is not None and self._speed(peer).numeric_class == kind]
+
+    def _speed(self, peer: str) -> PeerSpeed:
+        return (self._speeds or {}).get(peer, UNMEASURED)
+
+    def _owners(self, rows: int) -> NDArray[np.int64]:
+        magnitude = min(max(rows - 1, 0).bit_length() // 2, len(ROWS_MAGNITUDES) - 1)
+        table = self._owner_of[magnitude]
+        if table is None:
+            speeds = [self._speed(peer) for peer in self.peers]
+            table, _ = share_out(self._options_of, speeds, ROWS_MAGNITUDES[magnitude])
+            table[table < 0] = len(self.peers)
+            self._owner_of[magnitude] = table
+        return table
 
     def owners(self, experts: NDArray[np.int32]) -> NDArray[np.int64]:
         """For each expert [R] the index into `peers`, len(peers) for none. Raises ValueError for an id out of range."""
+        table = self._owners(len(experts))
         try:
-            owners = self._owner[experts.view(np.uint32)]  # a negative id becomes one that is out of range
+            owners = table[experts.view(np.uint32)]  # a negative id becomes one that is out of range
         except IndexError:
-            raise ValueError(f"layer {self.layer}: an expert id is outside 0..{len(self._owner) - 1}") from None
+            raise ValueError(f"layer {self.layer}: an expert id is outside 0..{len(table) - 1}") from None
         return owners
+
+    def without(self, peers: Collection[str]) -> LayerRouting:
+        """The same while these cannot be reached either."""
+        away = self._unreachable | set(peers)
+        return LayerRouting(self.layer, self._holders, away, speeds=self._speeds, fallback=self._fallback)
 
     def unavailable(self, experts: NDArray[np.int32]) -> ExpertsUnavailable:
         """The error that names those of the experts that nobody answers for, and a peer that held them."""
-        missing = sorted({int(expert) for expert in experts if self._owner[expert] == len(self.peers)})
+        missing = sorted({int(expert) for expert in experts if not self._options_of[expert]})
         held = sorted({peer for expert in missing for peer in self._holders[expert]})
         names = ", ".join(map(str, missing))
         return ExpertsUnavailable(
@@ -108,27 +161,50 @@ def plan(ids: NDArray[np.int32], routing: LayerRouting) -> Plan:
     chosen = np.ascontiguousarray(ids, dtype=np.int32).reshape(-1)
     owners = routing.owners(chosen)
     order = owners.argsort(kind="stable")  # by peer, then by slot
-    owners = owners[order]
-    if n_tokens and owners[-1] == len(routing.peers):
-        raise routing.unavailable(chosen)
-    experts = chosen[order]
-    ends = owners.searchsorted(_indices(len(routing.peers)), side="right").tolist()
-    of_token = order // n_used
+    return Plan(routing.layer, n_tokens, n_used, _parts(routing, owners[order], order // n_used, chosen[order], order))
+
+
+def retry(part: PeerRows, routing: LayerRouting, unreachable: Collection[str] = ()) -> tuple[PeerRows, ...]:
+    """The same slots on other holders, for when a part's peer fails, is late, or answers wrong.
+
+    The rest of the layer's plan stays as it is; answers are written to the same slots, so nobody can tell. unreachable:
+    peers to leave out besides the part's own. Raises ExpertsUnavailable if an expert has no other holder.
+    """
+    others = routing.without({part.peer, *unreachable})
+    owners = others.owners(part.experts)
+    order = owners.argsort(kind="stable")  # slots ascend within a part, so they do for each peer
+    tokens = part.rows[part.tokens[order]]
+    return _parts(others, owners[order], tokens, part.experts[order], part.slots[order])
+
+
+def _parts(
+    routing: LayerRouting,
+    owners: NDArray[np.int64],
+    of_token: NDArray[np.integer],
+    experts: NDArray[np.int32],
+    slots: NDArray[np.int64],
+) -> tuple[PeerRows, ...]:
+    """Cut rows that are sorted by owner, then by slot, into one part a peer. All arguments are [R]."""
+    n = len(owners)
+    if not n:
+        return ()
+    if owners[-1] == len(routing.peers):
+        raise routing.unavailable(experts)
     # A peer's slots ascend, so one token's stand together, and each change of token is one more row to send. (A peer's
     # last token may be the next peer's first: both then read that row.)
-    changes = np.ones(len(order), dtype=np.bool_)
+    changes = np.ones(n, dtype=np.bool_)
     changes[1:] = of_token[1:] != of_token[:-1]
     send = changes.cumsum(dtype=np.int32) - np.int32(1)
     rows = of_token[changes].astype(np.int32)
     parts = []
     start = 0
-    for peer, end in zip(routing.peers, ends, strict=True):
-        if end > start:
-            first, last = int(send[start]), int(send[end - 1])
-            part = slice(start, end)
-            parts.append(PeerRows(peer, rows[first : last + 1], send[part] - first, experts[part], order[part]))
+    for end in [*((owners[1:] != owners[:-1]).nonzero()[0] + 1).tolist(), n]:
+        first, last = int(send[start]), int(send[end - 1])
+        part = slice(start, end)
+        peer = routing.peers[owners[start]]
+        parts.append(PeerRows(peer, rows[first : last + 1], send[part] - first, experts[part], slots[part]))
         start = end
-    return Plan(routing.layer, n_tokens, n_used, tuple(parts))
+    return tuple(parts)
 
 
 def check_reply(
@@ -152,9 +228,13 @@ def gather(plan: Plan, replies: Mapping[str, NDArray[np.float32]], out: NDArray[
     """Write each peer's checked reply, float32 [R, n_out], to its slots of out, float32 [T, K, n_out] (contiguous)."""
     if out.shape[:2] != (plan.n_tokens, plan.n_used) or not out.flags.c_contiguous:
         raise ValueError(f"out must be contiguous [{plan.n_tokens}, {plan.n_used}, n_out], not {out.shape}")
-    slots = out.reshape(plan.n_tokens * plan.n_used, out.shape[2])
     for part in plan.parts:
-        slots[part.slots] = replies[part.peer]
+        write_rows(part, replies[part.peer], out)
+
+
+def write_rows(part: PeerRows, values: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+    """Write one part's checked reply to its slots, wherever it came from. out: float32 [T, K, n_out], contiguous."""
+    out.reshape(-1, out.shape[2])[part.slots] = values
 
 
 class RowRate:
@@ -177,11 +257,6 @@ def deadline_s(rows: int, nbytes: int, rows_per_s: float | None) -> float:
     expected = SLACK * rows / (rows_per_s or ROWS_PER_S_UNMEASURED) + nbytes / BYTES_PER_S_MIN
     most = DECODE_DEADLINE_S_MAX if rows <= DECODE_ROWS_MAX else PREFILL_DEADLINE_S_MAX
     return min(max(expected, DEADLINE_S_MIN), most)
-
-
-@lru_cache(maxsize=64)
-def _indices(n: int) -> NDArray[np.int64]:
-    return np.arange(n, dtype=np.int64)
 
 
 def _mistake(part: PeerRows, layer: int, what: str) -> PeerMistake:

@@ -1,8 +1,10 @@
 """When to place anew: the leader's policy over who is there.
 
 A placement is kept while its holders are there, or were lost only a moment ago: a worker that restarts comes back to
-what it had on disk, and nothing moves. Newcomers are taken in once joining has settled, and holders that stay away are
-given up after a while, so that the swarm serves again with those it has.
+what it had on disk, and nothing moves. As long as every expert has a copy on somebody else, a lost holder is no
+emergency: it is given up, and its copies are made anew, after half a minute. If an expert has no copy left the swarm
+stands still, and it is given up sooner. Newcomers are taken in once joining has settled. A holder that drains or is
+quarantined, or one whose verdict or memory has changed, is a reason to place anew at once.
 
 A holder that is there but fails (it cannot load, or its numbers are wrong) counts as away since its first failure. It
 is asked again after a rest that grows with each failure; once given up, it counts as a newcomer only after a while that
@@ -16,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 REPLACE_AFTER_S = 30.0  # a daemon restarts, and a laptop wakes, well within this; its share waits for it
+UNCOVERED_AFTER_S = 10.0  # a daemon restarts within this too, if barely; longer, nobody should wait for an answer
 STALLED_S = 60.0  # without progress while it should load is as good as failed; a fetch gives up by then itself
 REST_S_MIN, REST_S_MAX = 1.0, 30.0
 EXCLUDED_S_MIN, EXCLUDED_S_MAX = 30.0, 600.0
@@ -23,9 +26,13 @@ EXCLUDED_S_MIN, EXCLUDED_S_MAX = 30.0, 600.0
 
 @dataclass(frozen=True, slots=True)
 class Present:
-    """A worker that is connected: since when, in seconds of the monotonic clock."""
+    """A worker that is connected: since when, in seconds of the monotonic clock, and whether it may hold experts.
+
+    A quarantined or draining one may not (WorkerSpec.may_hold).
+    """
 
     since_s: float
+    may_hold: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +63,39 @@ def decide(
     expected: int,
     settle_s: float,
     now: float,
+    uncovered: bool = False,
+    outdated: bool = False,
 ) -> Decision:
     """Whether to place anew.
 
     holders: the workers of the placement that is wanted now, empty if there is none. considered: whom the last attempt
     to place took into account; a worker without memory is one of them, and no holder. lost_since_s: when holders that
     are away left (one that nobody remembers left long ago). expected: workers to wait for at first; 0 takes who is
-    there once joining has settled.
+    there once joining has settled. uncovered: some expert has no copy on a holder that is there. outdated: what the
+    hard rules look at (fitness, precision, budget, host) has changed for somebody since the last attempt.
     """
+    able = {peer: worker for peer, worker in present.items() if worker.may_hold}
     away = [lost_since_s.get(peer, -math.inf) for peer in holders if peer not in present]
-    if away and (left := max(away) + REPLACE_AFTER_S - now) > 0:
+    if away and (left := _given_up_at(away, uncovered) - now) > 0:
         return Decision(None, left, f"{len(away)} of {len(holders)} workers to come back")
-    if not present:
+    if not able:
         return Decision(None, None, "workers to join")
-    if not away and present.keys() <= considered:
+    barred = any(peer in present and peer not in able for peer in holders)
+    urgent = barred or outdated or (uncovered and bool(away))
+    if not away and not urgent and able.keys() <= considered:
         return Decision(None, None)
-    if not holders and len(present) < expected:
-        return Decision(None, None, f"{expected - len(present)} of {expected} workers to join")
-    if not holders and expected:
-        return Decision(frozenset(present), None)
-    settled = max(worker.since_s for worker in present.values()) + settle_s - now
+    if not holders and len(able) < expected:
+        return Decision(None, None, f"{expected - len(able)} of {expected} workers to join")
+    if urgent or (not holders and expected):
+        return Decision(frozenset(able), None)
+    settled = max(worker.since_s for worker in able.values()) + settle_s - now
     if settled > 0:
         return Decision(None, settled, "joining to settle")
-    return Decision(frozenset(present), None)
+    return Decision(frozenset(able), None)
+
+
+def _given_up_at(away: list[float], uncovered: bool) -> float:
+    """When holders that left at these instants are given up, all at once: the last to leave gets its time, but one that
+    comes and goes cannot hold up the others for ever."""
+    grace_s = UNCOVERED_AFTER_S if uncovered else REPLACE_AFTER_S
+    return min(max(away) + grace_s, min(away) + 2 * grace_s)

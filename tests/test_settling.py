@@ -9,6 +9,7 @@ from scheduler.settling import (
     EXCLUDED_S_MAX,
     REPLACE_AFTER_S,
     REST_S_MAX,
+    UNCOVERED_AFTER_S,
     Decision,
     Present,
     decide,
@@ -28,16 +29,21 @@ def ask(
     since_s: float = 0.0,
     expected: int = 0,
     settle_s: float = 3.0,
+    barred: str = "",
+    uncovered: bool = False,
+    outdated: bool = False,
 ) -> Decision:
-    """Peers are single letters; everyone is present since `since_s`."""
+    """Peers are single letters; everyone is present since `since_s`, and those barred may hold nothing."""
     return decide(
         frozenset(holders),
         frozenset(holders if considered is None else considered),
-        {peer: Present(since_s) for peer in present},
+        {peer: Present(since_s, peer not in barred) for peer in present},
         lost or {},
         expected=expected,
         settle_s=settle_s,
         now=NOW,
+        uncovered=uncovered,
+        outdated=outdated,
     )
 
 
@@ -55,6 +61,31 @@ def test_examples() -> None:
     assert ask("ab", "ac", lost={"b": NOW - 10}).again_s == REPLACE_AFTER_S - 10
     assert ask("ab", "a", lost={"b": NOW - REPLACE_AFTER_S}).workers == frozenset("a")
     assert ask("ab", "", lost=dict.fromkeys("ab", 0.0)) == Decision(None, None, "workers to join")
+
+
+def test_a_lost_holder_is_no_emergency_while_others_have_copies() -> None:
+    lost = {"b": NOW - UNCOVERED_AFTER_S}
+    assert ask("ab", "a", lost=lost).again_s == REPLACE_AFTER_S - UNCOVERED_AFTER_S
+    assert ask("ab", "a", lost=lost, uncovered=True).workers == frozenset("a")
+    assert ask("ab", "a", lost={"b": NOW - 1}, uncovered=True).again_s == UNCOVERED_AFTER_S - 1
+    assert ask("ab", "ac", lost=lost, since_s=NOW, uncovered=True).workers == frozenset("ac")  # no time to settle
+    assert ask("ab", "ab", uncovered=True) == Decision(None, None)  # nobody left: placing anew adds no copy
+
+
+def test_a_peer_that_comes_and_goes_does_not_hold_up_the_others() -> None:
+    assert ask("abc", "a", lost={"b": NOW - 31, "c": NOW - 1}).again_s == REPLACE_AFTER_S - 1
+    assert ask("abc", "a", lost={"b": NOW - 59, "c": NOW - 1}).again_s == 1
+    assert ask("abc", "a", lost={"b": NOW - 60, "c": NOW - 1}).workers == frozenset("a")
+
+
+def test_holders_that_may_hold_nothing_any_more_are_replaced_at_once() -> None:
+    assert ask("ab", "ab", barred="b").workers == frozenset("a")
+    assert ask("ab", "abc", barred="b", since_s=NOW).workers == frozenset("ac")
+    assert ask("ab", "abc", barred="c") == Decision(None, None)  # nor does a newcomer that may not count
+    assert ask(present="ab", barred="b", expected=2) == Decision(None, None, "1 of 2 workers to join")
+    assert ask("ab", "ab", barred="ab") == Decision(None, None, "workers to join")
+    assert ask("ab", "ab", outdated=True).workers == frozenset("ab")
+    assert ask("abc", "ab", barred="b", lost={"c": NOW}).again_s == REPLACE_AFTER_S  # one thing at a time
 
 
 PEERS = st.frozensets(st.sampled_from("abcdef"))
@@ -82,7 +113,8 @@ def test_any_decision_is_sane(
     if decision.workers is not None:
         assert decision.workers == present.keys() != NOBODY
         assert away or present.keys() - considered or not holders
-        assert all(lost.get(peer, 0.0) <= NOW - REPLACE_AFTER_S for peer in away)
+        left = [lost.get(peer, 0.0) for peer in away]
+        assert not left or max(left) <= NOW - REPLACE_AFTER_S or min(left) <= NOW - 2 * REPLACE_AFTER_S
         assert holders or len(present) >= expected
         return
     if present.keys() == holders == considered:
