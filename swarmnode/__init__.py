@@ -4,7 +4,7 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
 
     cli               swarmnode and swarmctl
     daemon            the nursery tree
-    leader, worker    the two roles
+    leader, worker    the two roles; named_swarm: where the configuration names who leads
     net               libp2p behind one interface, and the same interface without a network
     shards            experts from peer to peer, and their cache on disk
     leadership        who leads, as the other parts see it

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 import trio
@@ -29,21 +29,37 @@ _log = structlog.get_logger(__name__)
 Params = dict[str, Any]
 
 
+class Services(Protocol):
+    """What a daemon lends to its commands. What is asked for may be another one each time: leaders come and go."""
+
+    models: Models
+
+    @property
+    def asker(self) -> Asker:
+        """Where prompts go. Raises SwarmError where there is nobody to ask for good: this node is in no swarm."""
+
+    @property
+    def leader(self) -> Leader | None:
+        """The leader, if it is this node."""
+
+    async def status(self) -> Mapping[str, Any]: ...
+
+    def check_may_add(self) -> None:
+        """UsageError unless models are added and removed on this node."""
+
+    def active_model(self) -> str | None:
+        """The id of the manifest that the swarm serves, as far as this node has a part in it."""
+
+    def models_changed(self) -> None:
+        """A model was added or removed."""
+
+
 class Handlers:
     """The table of methods for one daemon."""
 
-    def __init__(
-        self,
-        *,
-        status: Callable[[], Awaitable[dict[str, Any]]],
-        asker: Asker,
-        models: Models,
-        leader: Leader | None,
-    ) -> None:
-        self._status = status
-        self._asker = asker
-        self._models = models
-        self._leader = leader
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._models = services.models
 
     def table(self) -> Mapping[str, Callable[[Params, ControlReply], Awaitable[Mapping[str, Any]]]]:
         return {
@@ -57,15 +73,16 @@ class Handlers:
         }
 
     async def status(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
-        return await self._status()
+        return await self._services.status()
 
     async def statistics(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
         """Counters for measurements. `timed` switches the timing of the decode thread's own work on or off."""
-        if self._leader is None or self._leader.active is None:
+        leader = self._services.leader
+        if leader is None or leader.active is None:
             raise UsageError("only a leader with a model has statistics")
         if (timed := params.get("timed")) is not None:
-            self._leader.active.time_callbacks(bool(timed))
-        return self._leader.active.statistics()
+            leader.active.time_callbacks(bool(timed))
+        return leader.active.statistics()
 
     # -- prompts ------------------------------------------------------------------------------------------------
 
@@ -78,7 +95,8 @@ class Handlers:
         text: list[str] = []
         tokens: list[int] = []
         done: Done | None = None
-        async with self._asker.replies(ask) as replies:
+        asker = self._services.asker
+        async with asker.replies(ask) as replies:
             async for item in replies:
                 match item:
                     case Queued(position):
@@ -103,32 +121,8 @@ class Handlers:
             await reply.event("token", index=None, token=None, text=done.text)
         total = time.monotonic() - started
         log.info("request.end", role="asker", finish_reason=done.finish_reason, seconds=round(total, 3))
-        return self._result(ask, done, tokens, "".join(text), total, None if first is None else first - started)
-
-    def _result(
-        self, ask: Ask, done: Done, tokens: list[int], text: str, total_s: float, first_token_s: float | None
-    ) -> dict[str, Any]:
-        usage = done.usage
-        return {
-            "text": text,
-            "tokens": tokens,
-            "finish_reason": done.finish_reason,
-            "leader": self._asker.leader,
-            "request_id": ask.request_id,
-            "seed": ask.params.seed,
-            "usage": {
-                "prompt_tokens": usage.prompt_tokens,
-                "completion_tokens": usage.completion_tokens,
-                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-            },
-            "timings": {
-                "queue_s": round(done.timings.queue_s, 6),
-                "prefill_s": round(done.timings.prefill_s, 6),
-                "decode_s": round(done.timings.decode_s, 6),
-                "total_s": round(total_s, 6),
-                "first_token_s": None if first_token_s is None else round(first_token_s, 6),
-            },
-        }
+        first_token_s = None if first is None else first - started
+        return _result(asker.leader, ask, done, tokens, "".join(text), total, first_token_s)
 
     # -- models -------------------------------------------------------------------------------------------------
 
@@ -136,7 +130,7 @@ class Handlers:
         path, name = _text(params, "path"), params.get("name")
         if name is not None and not isinstance(name, str):
             raise UsageError("a model's name is a text")
-        self._need_leader("adds models")
+        self._services.check_may_add()
         if not os.path.isabs(path):
             raise UsageError(
                 f"{path} is no absolute path", hint="The daemon runs in another folder: name the file in full."
@@ -162,8 +156,7 @@ class Handlers:
                     failure = None
         if failure is not None:
             raise failure
-        if self._leader is not None:
-            self._leader.models_changed()
+        self._services.models_changed()
         return result
 
     async def model_list(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
@@ -175,24 +168,50 @@ class Handlers:
 
     async def model_remove(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
         name = _text(params, "name")
-        if self._leader is not None and self._leader.is_active(name):
+        manifest = await trio.to_thread.run_sync(self._models.manifest, name)
+        if manifest.id == self._services.active_model():
             raise UsageError(
                 f"{name} is the model that the swarm serves now",
                 hint="Name another one as leader.model and restart the leader, then remove it.",
             )
         await trio.to_thread.run_sync(self._models.remove, name)
-        if self._leader is not None:
-            self._leader.models_changed()
+        self._services.models_changed()
         return {"removed": name}
 
     def _mark(self, model: dict[str, Any]) -> dict[str, Any]:
-        return {**model, "active": self._leader is not None and self._leader.is_active(model["name"])}
+        return {**model, "active": model["id"] == self._services.active_model()}
 
-    def _need_leader(self, verb: str) -> None:
-        if self._leader is None:
-            raise UsageError(
-                f"this node is a worker; only the leader {verb}", hint="Run the command on the leader's machine."
-            )
+
+def _result(
+    leader: str | None,
+    ask: Ask,
+    done: Done,
+    tokens: list[int],
+    text: str,
+    total_s: float,
+    first_token_s: float | None,
+) -> dict[str, Any]:
+    usage = done.usage
+    return {
+        "text": text,
+        "tokens": tokens,
+        "finish_reason": done.finish_reason,
+        "leader": leader,
+        "request_id": ask.request_id,
+        "seed": ask.params.seed,
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        },
+        "timings": {
+            "queue_s": round(done.timings.queue_s, 6),
+            "prefill_s": round(done.timings.prefill_s, 6),
+            "decode_s": round(done.timings.decode_s, 6),
+            "total_s": round(total_s, 6),
+            "first_token_s": None if first_token_s is None else round(first_token_s, 6),
+        },
+    }
 
 
 def parse_ask(params: Params) -> Ask:

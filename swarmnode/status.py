@@ -8,6 +8,7 @@ named every held expert of every layer and compared its output. docs/status.md s
 from __future__ import annotations
 
 import json
+import socket
 import time
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -17,6 +18,7 @@ import trio
 
 from capabilities.errors import PeerMistake
 from swarmnode import limits
+from swarmnode.config import Config
 from swarmnode.leader.members import Member
 from swarmnode.leader.service import Leader
 from swarmnode.net.interface import Network, NetworkError, Stream
@@ -42,6 +44,12 @@ class NodeFacts:
     threads: int
     memory_budget_bytes: int
     started_s: float
+
+    @classmethod
+    def of(cls, config: Config, backend: str, device: str, threads: int, budget_bytes: int) -> NodeFacts:
+        """Of a node that starts now."""
+        name = config.node.name or socket.gethostname().split(".")[0][:63] or "node"
+        return cls(name, backend, device, threads, budget_bytes, time.monotonic())
 
 
 def _backend(name: str, device: str) -> list[Status]:

@@ -419,7 +419,7 @@ def test_demo_shows_answer_status_and_proof(monkeypatch: pytest.MonkeyPatch, cap
     assert "\nProof!\n" in out
     assert "swarmctl --data-dir /d/leader ask PROMPT" in out
     assert "swarmctl demo --stop" in out
-    assert asked == [{"prompt": None, "max_tokens": 9, "keep": True, "quiet": False}]
+    assert asked == [{"prompt": None, "max_tokens": 9, "keep": True}]
 
 
 def test_demo_json_and_verdict(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

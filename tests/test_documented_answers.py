@@ -24,14 +24,13 @@ from swarmnode.cli import common
 from swarmnode.config import parse_config
 from swarmnode.control import ControlReply
 from swarmnode.handlers import Handlers
-from swarmnode.leader.service import Leader
 from swarmnode.member_messages import WIRE_VERSION, Hello, Progress
 from swarmnode.model_check import CheckReport
-from swarmnode.models import Models
+from swarmnode.named_swarm import NamedLeader
 from swarmnode.net.memory import open_memory_hub
-from swarmnode.shards.service import ServedModel, ShardService
+from swarmnode.paths import find_paths
 from swarmnode.shards.store import ShardCache
-from swarmnode.status import LeaderStatus, NodeFacts, WorkerStatus
+from swarmnode.status import NodeFacts, WorkerStatus
 from swarmnode.worker.service import Worker
 from tests.documents import ROOT, first_codes, rows, section
 from tests.expert_models import quiet, tiny_file
@@ -75,25 +74,22 @@ async def _collect_answers(folder: Path) -> Answers:
     with trio.fail_after(30):
         async with open_memory_hub() as hub, trio.open_nursery() as nursery:
             at_leader, at_worker = hub.join(), hub.join()
-            models = Models(folder / "models")
-            leader = Leader(at_leader, models, config, 1, folder / "term")
-            ShardService(lambda _: _served(leader)).register(at_leader)
-            leader_status = LeaderStatus(at_leader, leader, facts)
-            leader_status.register()
-            views.append(leader_status.view())
+            node = NamedLeader(at_leader, config, find_paths(folder), 1)
+            leader = node.leader
+            views.append(await node.status())
             worker = _worker(at_worker, at_leader.addresses[0], folder / "cache")
             worker_status = WorkerStatus(at_worker, worker, facts)
             views.append(await worker_status.view())
-            nursery.start_soon(leader.run)
+            nursery.start_soon(node.run)
             await _until(lambda: leader.active is not None)
-            views.append(leader_status.view())
+            views.append(await node.status())
             nursery.start_soon(worker.run)
             await _until(lambda: leader.refusal() is None)
-            views += [leader_status.view(), await worker_status.view()]
+            views += [await node.status(), await worker_status.view()]
             (member,) = leader.members.by_peer.values()
             member.progress = Progress(1, 1, "loading", 1, 2, 1)
-            views.append(leader_status.view())
-            handlers = Handlers(status=worker_status.view, asker=leader, models=models, leader=leader)
+            views.append(await node.status())
+            handlers = Handlers(node)
             reply = cast(ControlReply, Unheard())
             answer = await handlers.ask({"prompt": "hi", "raw": True, "max_tokens": 3}, reply)
             model = await handlers.model_show({"name": "tiny"}, reply)
@@ -104,10 +100,6 @@ async def _collect_answers(folder: Path) -> Answers:
 async def _until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110 (nothing tells)
         await trio.sleep(0.005)
-
-
-def _served(leader: Leader) -> ServedModel | None:
-    return None if leader.opened is None else leader.opened.served
 
 
 def _worker(network: Any, leader_address: str, cache: Path) -> Worker:

@@ -141,9 +141,7 @@ def demo(settings: Settings, prompt: str | None, max_tokens: int | None, keep: b
             click.echo(printable_text(text), nl=False)
 
     with ProgressLine() as progress, common.without_daemon():
-        result = run_demo(
-            prompt=prompt, max_tokens=max_tokens, keep=keep, progress=progress, show=show
-        )
+        result = run_demo(prompt=prompt, max_tokens=max_tokens, keep=keep, progress=progress, show=show)
     if settings.json:
         common.print_json(result)
     else:
