@@ -46,6 +46,7 @@ class LocalNode:
     settings: dict[str, dict[str, Any]]
     environment: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
+    enter: tuple[str, ...] = ()  # words before the command: where it is to run
 
     @property
     def socket(self) -> Path:
@@ -63,10 +64,10 @@ class LocalNode:
     def start(self) -> None:
         """Start the process; it need not be reachable yet."""
         config = self.write_settings()
-        command = [sys.executable, "-m", "swarmnode", "run", "--config", str(config), "--data-dir", str(self.folder)]
+        daemon = [sys.executable, "-m", "swarmnode", "run", "--config", str(config), "--data-dir", str(self.folder)]
         with self.log.open("ab") as log, _interrupts_held():
             self.process = subprocess.Popen(
-                command,
+                [*self.enter, *daemon],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

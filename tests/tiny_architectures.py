@@ -21,6 +21,17 @@ def write_tiny_model(path: Path, kind: str, seed: int = 0, quantisation: str = "
     to 256 for types of super-blocks.
     """
     architecture, describe = KINDS[kind]
+    return _write(path, architecture, describe, seed, quantisation)
+
+
+def write_olmoe(path: Path, n_layers: int) -> Path:
+    """The kind `olmoe` with so many layers."""
+    return _write(path, "olmoe", lambda writer: _olmoe(writer, n_layers))
+
+
+def _write(
+    path: Path, architecture: str, describe: Callable[[TinyWriter], None], seed: int = 0, quantisation: str = "f32"
+) -> Path:
     super_blocks = quantisation.endswith("_k")
     width, ff = (256, 256) if super_blocks else (64, 32)
     writer = TinyWriter(path, architecture, seed=seed, quantisation=quantisation, width=width, ff=ff)
@@ -29,11 +40,11 @@ def write_tiny_model(path: Path, kind: str, seed: int = 0, quantisation: str = "
     return path
 
 
-def _olmoe(w: TinyWriter) -> None:
+def _olmoe(w: TinyWriter, n_layers: int = 3) -> None:
     """Softmax over all experts, the chosen weights left as they are (they add up to less than one)."""
-    w.keys(3, feed_forward_length=w.ff)
+    w.keys(n_layers, feed_forward_length=w.ff)
     w.embeddings()
-    for layer in range(3):
+    for layer in range(n_layers):
         block = f"blk.{layer}."
         w.norms(block, "attn_norm", "attn_q_norm", "attn_k_norm", "ffn_norm")
         w.attention(block)

@@ -1,0 +1,49 @@
+"""A swarm whose leader is configured, over 20 ms round trips: llama.cpp's own tokens, and a typed error for a cut."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from capabilities.errors import SwarmError
+from tests.netns.skipping import bed_or_skip
+from tests.netns.swarm import BedSwarm, four_layers, swarm_in_bed
+from tests.swarm_tools import ask
+
+ERROR_SECONDS_MAX = 5.0
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BedSwarm]:
+    root = tmp_path_factory.mktemp("bed")
+    with bed_or_skip(3) as bed, swarm_in_bed(root, bed, four_layers(root / "m.gguf")) as swarm:
+        swarm.form_static()
+        yield swarm
+
+
+def test_an_answer_over_20_ms_round_trips(swarm: BedSwarm) -> None:
+    swarm.check(swarm.nodes[2], ask("A story", 12, ignore_eos=True))
+    rows = {row["name"]: row["rtt_ms"] for row in swarm.nodes[0].status()["peers"]}
+    assert rows["peer-1"] >= 20
+    assert rows["peer-2"] >= 20
+
+
+def test_a_worker_that_is_cut_off_in_the_middle(swarm: BedSwarm) -> None:
+    """Silence, where a broken connection would have said something; then service again, without a restart."""
+    asker, victim = swarm.nodes[2], swarm.nodes[1]
+    with asker.stream(**ask("A long story", 200, ignore_eos=True)) as call:
+        events = (event for event in call if event["event"] == "token")
+        for _ in range(5):
+            next(events)
+        swarm.bed.cut_off(victim.host)
+        started = time.monotonic()
+        with pytest.raises(SwarmError) as caught:
+            list(events)
+    assert time.monotonic() - started < ERROR_SECONDS_MAX
+    assert caught.value.type == "experts_unavailable"
+    assert caught.value.details["peer"] == victim.peer
+    swarm.bed.heal()
+    swarm.wait_ready(swarm.nodes, 15)
+    swarm.check(asker, ask("And now?", 8, ignore_eos=True))
