@@ -137,6 +137,7 @@ class GgmlExperts:
 
     def __init__(self, device: Device, *, repack: bool = True) -> None:
         self.name = device.name
+        self.declares = ("f32", "unknown") if device.info.is_cpu else ("unknown", "unknown")  # see measure.declared_by
         self.device = device
         self._lib: Library = library()
         self._repack = repack

@@ -93,6 +93,15 @@ class Request:
         return Request(kinds, max((layer.n_in for layer in layers), default=N_IN), max(down, default=N_FF))
 
 
+def declared_by(backend: ExpertBackend) -> tuple[Precision, Precision]:
+    """What a backend claims of its accumulation and its source, in `declares`, two words of Precision; or nothing.
+
+    It is shown beside what is measured, and decides nothing.
+    """
+    accumulation, source = getattr(backend, "declares", (Precision.UNKNOWN, Precision.UNKNOWN))
+    return Precision.of(accumulation), Precision.of(source)
+
+
 def measure_device(
     device: Device, request: Request, *, deadline_s: float = DEADLINE_S, progress: Progress | None = None
 ) -> BackendMeasurement:

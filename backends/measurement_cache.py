@@ -44,11 +44,13 @@ def cached_measurement(
     threads: int = 1,
     deadline_s: float = DEADLINE_S,
     progress: Progress | None = None,
+    anew: bool = False,
 ) -> BackendMeasurement:
     """What `measure_device` says, from `folder` if nothing has changed since. Memory is always looked up anew.
 
     Args:
         threads: those that the device was started with; rates depend on them.
+        anew: measure, whatever is kept.
 
     Raises:
         SwarmError: the device failed.
@@ -56,7 +58,7 @@ def cached_measurement(
     key = measurement_key(device, request, threads)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     path = folder / f"measurement-{digest}.json"
-    found = _read(path, key)
+    found = None if anew else _read(path, key)
     if found is not None:
         return replace(found, memory_bytes=usable_memory(device))
     measured = measure_device(device, request, deadline_s=deadline_s, progress=progress)

@@ -32,6 +32,7 @@ Accumulate = Literal["float64", "float32", "float16"]
 DEQUANTISED_BYTES_MAX: Final = 64 << 20  # kept between calls; the expert in use may take more
 _HALF_RUN: Final = 16  # products that are added before a sum is rounded to half precision, as matrix units do
 _NAMES: Final = {"float64": "numpy-f64", "float32": "numpy-f32", "float16": "numpy-f16"}
+_DECLARES: Final = {"float64": ("f32", "f32"), "float32": ("f32", "f32"), "float16": ("f16", "f16")}
 
 
 @dataclass
@@ -51,6 +52,7 @@ class NumpyExperts:
 
     def __init__(self, accumulate: Accumulate, *, quantize_activations: bool = False) -> None:
         self.name = _NAMES[accumulate]
+        self.declares = ("f32", "q8") if quantize_activations else _DECLARES[accumulate]  # see measure.declared_by
         self._accumulate = accumulate
         self._as_kernels = quantize_activations
         # Everything but the products is computed in single precision at least, as on any device.

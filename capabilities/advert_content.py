@@ -28,6 +28,7 @@ MODELS_MAX: Final = 4
 """Models of which a peer may hold shards: the active one, one that is being prepared, and slack."""
 
 NOT_REACHED_MAX: Final = 8
+HOST_CHARS_MAX: Final = 64
 _CLASS_CHARS_MAX: Final = 64
 _WORD_CHARS_MAX: Final = 24
 
@@ -150,7 +151,8 @@ class AdvertContent:
 
     Memory in bytes. `roles`, `backends` (by name and device), `held` (by model) and `not_reached` are sorted and
     distinct; `addresses` are multiaddrs, the most useful first. `not_reached` are peers whose addresses this one could
-    not dial, so that they hear of it. `membership` is the certificate, opaque here.
+    not dial, so that they hear of it. `host` tells which peers share a machine; equal texts mean one machine, and no
+    text means anything else. `membership` is the certificate, opaque here.
     """
 
     name: str = ""
@@ -165,6 +167,7 @@ class AdvertContent:
     memory_used: int = 0
     held: tuple[HeldExperts, ...] = ()
     not_reached: tuple[str, ...] = ()
+    host: str = ""
     membership: bytes = b""
 
     def bounded(self) -> AdvertContent:
@@ -181,6 +184,7 @@ class AdvertContent:
             backends=tuple(backends[key] for key in sorted(backends))[:BACKENDS_MAX],
             held=tuple(held[model] for model in sorted(held))[:MODELS_MAX],
             not_reached=tuple(sorted(set(self.not_reached)))[:NOT_REACHED_MAX],
+            host=self.host[:HOST_CHARS_MAX],
         )
 
     def to_plain(self) -> tuple[Plain, ...]:
@@ -197,6 +201,7 @@ class AdvertContent:
             self.memory_used,
             tuple((held.model, held.to_blob()) for held in self.held),
             self.not_reached,
+            self.host,
             self.membership,
         )
 
@@ -219,6 +224,7 @@ class AdvertContent:
             memory_used=fields.integer("memory used"),
             held=_ordered((_read_held(item) for item in fields.array("held", MODELS_MAX)), lambda each: each.model),
             not_reached=_ordered(fields.peers("not reached", NOT_REACHED_MAX), str),
+            host=fields.text("host", HOST_CHARS_MAX),
             membership=fields.blob("membership", MEMBERSHIP_BYTES_MAX),
         )
 

@@ -72,6 +72,7 @@ class Precision(StrEnum):
 
 # What is seen to be bad counts before what is not known, and that before what is seen to be good.
 _WORST_FIRST: Final = (Precision.Q8, Precision.BF16, Precision.F16, Precision.UNKNOWN, Precision.F32)
+_BEST_LAST: Final = tuple(each for each in _WORST_FIRST if each is not Precision.UNKNOWN)
 
 
 def worst(verdicts: Iterable[Precision]) -> Precision:
@@ -101,6 +102,15 @@ class MeasuredPrecision:
     @property
     def when_asked(self) -> Precision:
         return effective(self.declared, self.measured_when_asked)
+
+    @property
+    def contradicted(self) -> bool:
+        """Whether the probe saw less than is claimed, by default or when asked. It counts, and the claim does not."""
+        return any(
+            _BEST_LAST.index(seen) < _BEST_LAST.index(self.declared)
+            for seen in (self.measured, self.measured_when_asked)
+            if Precision.UNKNOWN not in (seen, self.declared)
+        )
 
     @staticmethod
     def worst(several: Iterable[MeasuredPrecision]) -> MeasuredPrecision:

@@ -6,12 +6,12 @@ addresses says so in its own advert, so that the peer hears of it. Nothing here 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from capabilities.advert_content import NOT_REACHED_MAX
+from capabilities.advert_content import NOT_REACHED_MAX, BackendAdvert
 from scheduler.advert_book import AdvertBook, PeerNotes
 
 SKEW_S: Final = 60  # a message may be underway for seconds; certificates and logs mind minutes
@@ -25,6 +25,9 @@ class FindingKind(StrEnum):
     SKEWED_CLOCK = "skewed_clock"
     WIRE_VERSION = "wire_version"
     UNREACHABLE = "unreachable"
+    PRECISION = "precision"
+    MULTICAST = "multicast"
+    """Of this node's own network: peers on it cannot find each other by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +65,18 @@ class Unreached:
         return self._reasons.get(peer)
 
 
-def findings(book: AdvertBook, wire: int, unreached: Unreached, now: float) -> tuple[Finding, ...]:
-    """Everything that is wrong now. `wire`: the version that this node speaks."""
+def findings(
+    book: AdvertBook, wire: int, unreached: Unreached, now: float, backends: Iterable[BackendAdvert] = ()
+) -> tuple[Finding, ...]:
+    """Everything that is wrong now. `wire`, `backends`: the version that this node speaks, and what it says it has."""
     peers = dict(book.notes(now))
     return (
         *_clones(book, peers, now),
         *_clocks(book.own.peer, peers),
         *_versions(book, peers, wire),
         *_addresses(book.own.peer, peers, unreached),
+        *_claims(book.own.peer, backends),
+        *(finding for peer, known in peers.items() for finding in _claims(peer, known.advert.content.backends)),
     )
 
 
@@ -124,3 +131,14 @@ def _addresses(me: str, peers: dict[str, PeerNotes], unreached: Unreached) -> It
         reason = unreached.reason(peer)
         if reason is not None:
             yield Finding(FindingKind.UNREACHABLE, peer, f"this node cannot reach it at {reason}", hint)
+
+
+def _claims(peer: str, backends: Iterable[BackendAdvert]) -> Iterator[Finding]:
+    """Claims of precision that the peer's own probe contradicts."""
+    hint = "What was measured counts. Correct what the backend declares; another driver or version may compute better."
+    for backend in backends:
+        for what, precision in (("accumulation", backend.accumulation), ("source", backend.source)):
+            if precision.contradicted:
+                seen = f"{precision.measured} was measured, and {precision.measured_when_asked} with F32 asked for"
+                message = f"{backend.name} declares {precision.declared} for its {what}, but {seen}"
+                yield Finding(FindingKind.PRECISION, peer, message, hint)

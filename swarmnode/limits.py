@@ -294,3 +294,9 @@ DHT_PROVIDE_SECONDS: Final = 1_200.0
 
 HOLDERS_ASKED_MAX: Final = 20
 """Peers that claim to hold a layer and whose adverts are looked up. The DHT knows of no more for one key."""
+
+# --- Measuring --------------------------------------------------------------------------------------------------------
+
+MEASURE_SECONDS_MAX: Final = 90.0
+"""One measurement in a child: its start, waiting 20 s for other daemons that measure, and 10 s of measuring, on a
+machine that is busy otherwise (it has the lowest priority)."""

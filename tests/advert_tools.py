@@ -39,7 +39,7 @@ def admit_certified(advert: Advert) -> None:
 
 def usual_content(**changes: Any) -> AdvertContent:
     """What a worker with one backend and shards of a 48-layer model says."""
-    precision = MeasuredPrecision(Precision.F32, Precision.F16, Precision.F32)
+    precision = MeasuredPrecision(Precision.F16, Precision.F16, Precision.F32)
     weights = tuple(WeightSpeed(name, "0123456789abcdef", 12_345) for name in ("F16", "Q4_K", "Q6_K", "Q8_0"))
     content = AdvertContent(
         name="laptop-of-ann",
@@ -52,6 +52,7 @@ def usual_content(**changes: Any) -> AdvertContent:
         memory_budget=2**34,
         memory_used=2**33,
         held=(HeldExperts.of(MODEL, dict.fromkeys(range(48), range(10, 42))),),
+        host="0123456789abcdef",
         membership=b"member",
     )
     return replace(content, **changes)

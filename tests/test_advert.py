@@ -121,8 +121,9 @@ def with_field(position: int, value: object) -> bytes:
         (15, -1),  # memory
         (17, [[MODEL, b"\x00"]]),  # held
         (18, ["B", "A"]),  # not reached
-        (19, b"m" * 400),  # membership
-        (20, b"s" * 63),  # signature
+        (19, "h" * 65),  # host
+        (20, b"m" * 400),  # membership
+        (21, b"s" * 63),  # signature
     ],
 )
 def test_fields_out_of_bounds_are_refused(position: int, value: object) -> None:
@@ -165,6 +166,7 @@ def test_any_content_can_be_brought_within_the_limits() -> None:
     wild = replace(
         good,
         name="n" * 100,
+        host="h" * 100,
         version="v" * 100,
         roles=(Role.WORKER, Role.BACKBONE, Role.WORKER),
         addresses=("a", "b" * 300, "a", *map(str, range(20))),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from capabilities.precision import MeasuredPrecision, Precision
 from scheduler.advert_book import AdvertBook
 from scheduler.advert_findings import Finding, FindingKind, Unreached, findings
 from tests.advert_tools import START, WALL, Speaking, new_book
@@ -119,6 +122,18 @@ def test_a_copied_identity_is_named_on_both_sides() -> None:
             owner.hear(two.heartbeat(), now)
     (finding,) = found(owner, now=now)
     assert (finding.kind, finding.peer) == (FindingKind.CLONED_IDENTITY, "PeerA")
+
+
+def test_a_claim_that_the_probe_contradicts_is_named_by_the_peer_itself_and_by_others() -> None:
+    (backend,) = Speaking("PeerA").content.backends
+    boast = replace(backend, accumulation=MeasuredPrecision(Precision.F32, Precision.F16, Precision.F32))
+    others = new_book()
+    assert others.hear(Speaking("PeerA").advert(backends=(boast,)), START).pass_on
+    (finding,) = found(others)
+    assert (finding.kind, finding.peer) == (FindingKind.PRECISION, "PeerA")
+    assert "ggml-cpu declares f32 for its accumulation, but f16 was measured" in finding.message
+    (own,) = findings(new_book(me="Me"), WIRE, Unreached(), START, (boast,))
+    assert (own.kind, own.peer) == (FindingKind.PRECISION, "Me")
 
 
 def test_what_is_remembered_of_unreached_peers_is_bounded() -> None:

@@ -345,3 +345,20 @@ def test_probe_rows_are_what_they_say() -> None:
         assert row.total > 0
         assert not row.x.flags.writeable
     assert [row.name for row in probe_rows()[:3]] == [precision.START, precision.CYCLES, precision.INNER]
+
+
+@pytest.mark.parametrize(
+    ("declared", "measured", "asked", "contradicted"),
+    [
+        ("f32", "f16", "f32", True),
+        ("f32", "f32", "f16", True),
+        ("f16", "q8", "unknown", True),
+        ("f16", "bf16", "f16", True),
+        ("f32", "f32", "f32", False),
+        ("f16", "f32", "f32", False),  # better than claimed
+        ("f32", "unknown", "unknown", False),  # not shown
+        ("unknown", "q8", "q8", False),  # not claimed
+    ],
+)
+def test_claims_that_the_probe_contradicts(declared: str, measured: str, asked: str, contradicted: bool) -> None:
+    assert MeasuredPrecision(*map(Precision, (declared, measured, asked))).contradicted is contradicted

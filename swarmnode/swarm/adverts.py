@@ -160,8 +160,8 @@ class AdvertService:
 
     def findings(self) -> tuple[Finding, ...]:
         """What is wrong around here, by name."""
-        wire = self._speaker.content().wire
-        return findings(self._book, wire, self._unreached, trio.current_time())
+        content = self._speaker.content()
+        return findings(self._book, content.wire, self._unreached, trio.current_time(), content.backends)
 
     def unreachable(self, peer: PeerId, address: str, reason: str) -> None:
         """A dial elsewhere in this daemon failed: the peer does not answer at an address that it advertises."""
