@@ -14,9 +14,7 @@ from pathlib import Path
 
 from backends import expert_tensors as et
 from backends.gguf_file import GGUFFile, TensorInfo
-from backends.manifest import CapturedLayer, ExpertTensor, FileHash, LayerExperts, Manifest
-
-PIECE_BYTES = 4 << 20  # read at a time: large enough for the disk, small enough for any memory budget
+from backends.manifest import PIECE_BYTES, CapturedLayer, ExpertTensor, FileHash, LayerExperts, Manifest
 
 Progress = Callable[[int, int], None]
 
@@ -62,16 +60,17 @@ def build_layers(
 
 
 def hash_file(path: Path, progress: Progress | None = None) -> FileHash:
-    """SHA-256 and size of a file, read in pieces. OSError if it cannot be read."""
-    digest, buffer, done = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES)), 0
-    with path.open("rb", buffering=0) as file:
+    """SHA-256 and size of a file and of its pieces. OSError if it cannot be read."""
+    digest, buffer, done, pieces = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES)), 0, []
+    with path.open("rb") as file:
         total = os.fstat(file.fileno()).st_size
-        while count := file.readinto(buffer):
+        while count := file.readinto(buffer):  # buffered: as many bytes as there are
             digest.update(buffer[:count])
+            pieces.append(hashlib.sha256(buffer[:count]).digest())
             done += count
             if progress is not None:
                 progress(done, total)
-    return FileHash(digest.digest(), done)
+    return FileHash(digest.digest(), done, tuple(pieces))
 
 
 class _Hasher:

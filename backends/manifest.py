@@ -2,8 +2,9 @@
 
 A manifest names a model by the hash of its own bytes. For each layer that dispatches it says what an expert is made of
 (the tensors of which it has a slice), the SHA-256 of each expert's bytes (its slices one after the other, in the order
-of `tensors`), and which program computes it. A worker trusts no holder: it checks what it fetched against these hashes,
-and the manifest itself, which may come from a hostile peer, against everything that its kernels will take for granted.
+of `tensors`), and which program computes it; for the trunk it has the SHA-256 of the whole and of each piece. Nobody
+trusts a holder: what is fetched is checked against these hashes, and the manifest itself, which may come from a hostile
+peer, against everything that a worker's kernels will take for granted.
 
 The bytes are canonical msgpack: one manifest has one form, and any other form of it is refused.
 """
@@ -23,13 +24,15 @@ from backends.canonical import CanonicalReader
 from backends.gguf_types import PARTS_MAX, tensor_bytes
 from capabilities.errors import PeerMistake
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_BYTES_MAX = 16 << 20  # 93 layers of 896 experts, the most known, take 2.7 MB; 512 such layers still fit
 NAME_BYTES_MAX = 255
 PROGRAM_BYTES_MAX = 65_536  # a captured program has some 500 bytes
 TENSORS_MAX = 16  # four projections with a weight, a bias and two scales each
 EXPERT_BYTES_MAX = 4 << 30  # 16 times the largest expert known, in F32
 FILE_BYTES_MAX = 1 << 50
+PIECE_BYTES = 4 << 20  # of a trunk: a wrong one costs seconds on any link, and the hashes of 40 GB take 0.3 MB
+PIECES_MAX = 1 << 16  # a trunk of 256 GiB
 TOKENS_MAX = 1 << 30  # of a vocabulary or a context
 _HASH_BYTES = 32
 _LAYER_KEYS = ("layer", "n_expert", "n_used", "n_in", "n_out", "program", "tensors", "hashes")
@@ -41,10 +44,18 @@ _MANIFEST_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class FileHash:
-    """A whole file: SHA-256 (32 bytes) and size in bytes."""
+    """A file: SHA-256 of the whole (32 bytes), size in bytes, and SHA-256 of each PIECE_BYTES (of the last, the rest).
+
+    Pieces are what a file is fetched by: who sent a wrong one is known at once, whoever sent the others.
+    """
 
     sha256: bytes
     size: int
+    pieces: tuple[bytes, ...]
+
+    def piece_bytes(self, index: int) -> int:
+        """Size of a piece."""
+        return min(PIECE_BYTES, self.size - index * PIECE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +185,7 @@ def _pack(manifest: Manifest) -> bytes:
             "context_length": manifest.context_length,
             "n_vocab": manifest.n_vocab,
             "n_layers": manifest.n_layers,
-            "trunk": [manifest.trunk.sha256, manifest.trunk.size],
+            "trunk": [manifest.trunk.sha256, manifest.trunk.size, b"".join(manifest.trunk.pieces)],
             "layers": [_layer_fields(layer) for layer in manifest.layers],
             "programs": manifest.programs,
             "source_files": manifest.source_files,
@@ -213,9 +224,13 @@ def _unpack(read: CanonicalReader) -> Manifest:
     context_length = entry("context_length").number(TOKENS_MAX, "context_length")
     n_vocab = entry("n_vocab").number(TOKENS_MAX, "n_vocab")
     n_layers = entry("n_layers").number(et.LAYERS_MAX, "n_layers")
-    if entry("trunk").items(2, "trunk") != 2:
-        raise ValueError("trunk is not a hash and a size")
-    trunk = FileHash(read.blob(_HASH_BYTES, "trunk hash"), read.number(FILE_BYTES_MAX, "trunk size"))
+    if entry("trunk").items(3, "trunk") != 3:
+        raise ValueError("trunk is not a hash, a size and the hashes of its pieces")
+    trunk = FileHash(
+        read.blob(_HASH_BYTES, "trunk hash"),
+        read.number(FILE_BYTES_MAX, "trunk size"),
+        _split_hashes(read.blob(PIECES_MAX * _HASH_BYTES, "trunk pieces")),
+    )
     layers = tuple(_unpack_layer(read) for _ in range(entry("layers").items(et.LAYERS_MAX, "layers")))
     count = entry("programs").items(et.LAYERS_MAX, "programs")
     programs = tuple(read.blob(PROGRAM_BYTES_MAX, "program") for _ in range(count))
@@ -246,8 +261,11 @@ def _unpack_layer(read: CanonicalReader) -> LayerExperts:
     joined = read.blob(et.EXPERTS_MAX * _HASH_BYTES, "hashes")
     if len(joined) != n_expert * _HASH_BYTES:
         raise ValueError(f"layer {layer} has {len(joined)} bytes of hashes for {n_expert} experts")
-    hashes = tuple(joined[at : at + _HASH_BYTES] for at in range(0, len(joined), _HASH_BYTES))
-    return LayerExperts(layer, n_expert, n_used, n_in, n_out, program, tensors, hashes)
+    return LayerExperts(layer, n_expert, n_used, n_in, n_out, program, tensors, _split_hashes(joined))
+
+
+def _split_hashes(joined: bytes) -> tuple[bytes, ...]:
+    return tuple(joined[at : at + _HASH_BYTES] for at in range(0, len(joined), _HASH_BYTES))
 
 
 def _unpack_tensor(read: CanonicalReader) -> ExpertTensor:
@@ -275,8 +293,11 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"{what} is empty or holds control characters")
     if min(manifest.context_length, manifest.n_vocab, manifest.n_layers) < 1:
         raise ValueError("no context, vocabulary or layers")
-    if len(manifest.trunk.sha256) != _HASH_BYTES or manifest.trunk.size < 1:
+    trunk = manifest.trunk
+    if len(trunk.sha256) != _HASH_BYTES or trunk.size < 1:
         raise ValueError("no trunk")
+    if len(trunk.pieces) != -(-trunk.size // PIECE_BYTES) or any(len(each) != _HASH_BYTES for each in trunk.pieces):
+        raise ValueError(f"not one hash of 32 bytes for each {PIECE_BYTES:,} bytes of the trunk")
     if not manifest.layers:
         raise ValueError("no layer with experts")
     numbers = [layer.layer for layer in manifest.layers]

@@ -123,7 +123,7 @@ def _compare(
     report: Report,
 ) -> None:
     size = trunk.stat().st_size
-    manifest = build_manifest(gguf, learned, gguf.stem, FileHash(bytes(32), size), report)
+    manifest = build_manifest(gguf, learned, gguf.stem, FileHash(bytes(32), size, ()), report)
     result.experts = max(layer.n_expert for layer in manifest.layers)
     executor, close = _split(gguf, manifest, workers, report)
     try:

@@ -14,11 +14,11 @@ from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from backends.add_model import build_manifest
-from backends.expert_source import GGUFExpertSource
+from backends.expert_source import GGUFExpertSource, hash_file
 from backends.experts import ExpertBackend, ReadSlice
 from backends.gguf_file import GGUFFile
 from backends.learn import LearnedModel, make_trunk
-from backends.manifest import ExpertTensor, FileHash, LayerExperts, Manifest
+from backends.manifest import ExpertTensor, LayerExperts, Manifest
 from backends.program import ExpertProgram, Node
 from swarmnode.local_experts import load_layer
 from tests.tiny_architectures import write_tiny_model
@@ -73,7 +73,7 @@ def take_apart(kind: str, quantisation: str = "f32") -> TakenApart:
     gguf = GGUFFile.open(path)  # stays open for its source
     trunk = path.with_name(f"trunk-{path.name}")
     learned = make_trunk(gguf, trunk)
-    manifest = build_manifest(gguf, learned, kind, FileHash(bytes(32), trunk.stat().st_size), quiet)
+    manifest = build_manifest(gguf, learned, kind, hash_file(trunk), quiet)
     return TakenApart(path, trunk, learned, manifest, GGUFExpertSource(gguf, manifest))
 
 

@@ -1,4 +1,4 @@
-"""Manifests over random bytes: enough of a model for everything that moves experts without computing them."""
+"""Manifests over random bytes: enough of a model for everything that moves experts and trunks without running them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import random
 from dataclasses import dataclass
 
-from backends.manifest import ExpertTensor, FileHash, LayerExperts, Manifest
+from backends.manifest import PIECE_BYTES, ExpertTensor, FileHash, LayerExperts, Manifest
 
 _F32 = 0
 
@@ -17,6 +17,7 @@ class ShardModel:
 
     manifest: Manifest
     experts: dict[tuple[int, int], bytes]
+    trunk: bytes
 
     @property
     def everything(self) -> dict[int, list[int]]:
@@ -32,8 +33,10 @@ class ShardModel:
         return self.experts[layer, expert][offset : offset + length]
 
 
-def shard_model(layers: tuple[int, ...] = (1, 3), n_expert: int = 4, width: int = 32, ff: int = 64) -> ShardModel:
-    """`n_expert` experts in each of `layers`, each of 12 * width * ff random bytes in three tensors."""
+def shard_model(
+    layers: tuple[int, ...] = (1, 3), n_expert: int = 4, width: int = 32, ff: int = 64, trunk_bytes: int = 1
+) -> ShardModel:
+    """`n_expert` experts in each of `layers`, each of 12 * width * ff random bytes in three tensors, and a trunk."""
     source = random.Random(7)
     tensors = tuple(
         ExpertTensor(f"ffn_{name}_exps.weight", _F32, shape, 4 * width * ff)
@@ -47,8 +50,13 @@ def shard_model(layers: tuple[int, ...] = (1, 3), n_expert: int = 4, width: int 
         )
         for layer in layers
     ]  # fmt: skip
+    trunk = source.randbytes(trunk_bytes)
+    pieces = (trunk[at : at + PIECE_BYTES] for at in range(0, trunk_bytes, PIECE_BYTES))
+    hashed = FileHash(
+        hashlib.sha256(trunk).digest(), trunk_bytes, tuple(hashlib.sha256(piece).digest() for piece in pieces)
+    )
     manifest = Manifest(
         name="random", architecture="olmoe", context_length=64, n_vocab=16, n_layers=max(layers) + 1,
-        trunk=FileHash(bytes(32), 1), layers=tuple(described), programs=(b"\x80",), source_files=(("m.gguf", 1),),
+        trunk=hashed, layers=tuple(described), programs=(b"\x80",), source_files=(("m.gguf", 1),),
     )  # fmt: skip
-    return ShardModel(manifest, experts)
+    return ShardModel(manifest, experts, trunk)

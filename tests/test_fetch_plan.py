@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.shards.fetch_plan import FetchPlan, Job, Source, Transfer
+from swarmnode.shards.fetch_plan import ExpertPart, FetchPlan, Job, Source, Transfer
 
 
 def jobs(count: int, size: int = 1_000) -> list[Job]:
-    return [Job(bytes([index]), size, layer=0, expert=index) for index in range(count)]
+    return [Job(bytes([index]), size, ExpertPart(0, index)) for index in range(count)]
 
 
 def take(plan: FetchPlan, source: Source, now: float) -> Transfer:
@@ -26,13 +26,13 @@ def test_jobs_go_out_in_order_and_come_back_to_the_front() -> None:
     plan = FetchPlan(jobs(3), "ab", 0.0)
     a, b = plan.sources
     first, second = take(plan, a, 0.0), take(plan, b, 0.0)
-    assert (first.job.expert, second.job.expert) == (0, 1)
+    assert (first.job.digest[0], second.job.digest[0]) == (0, 1)
     plan.given_back(first, 1.0)
     again = take(plan, b, 1.0)
-    assert again.job.expert == 0
+    assert again.job.digest[0] == 0
     plan.given_back(again, 1.0, later=True)
-    assert take(plan, a, 1.0).job.expert == 2
-    assert sorted(job.expert for job in plan.open_jobs()) == [0, 1, 2]
+    assert take(plan, a, 1.0).job.digest[0] == 2
+    assert sorted(job.digest[0] for job in plan.open_jobs()) == [0, 1, 2]
     assert not plan.done
 
 
@@ -97,9 +97,9 @@ def test_an_idle_source_takes_over_from_a_far_slower_one() -> None:
     plan.given_back(dragging, 2.0)
     assert nothing(plan, slow, 2.0), "it is reserved"
     taken = take(plan, fast, 2.0)
-    assert taken.job.expert == 1
+    assert taken.job.digest[0] == 1
     plan.given_back(taken, 2.0)
-    assert take(plan, slow, 2.0).job.expert == 1
+    assert take(plan, slow, 2.0).job.digest[0] == 1
 
 
 def test_an_even_source_is_left_in_peace() -> None:
@@ -170,11 +170,11 @@ def test_no_job_is_ever_lost_or_doubled(steps: list[tuple[int, int, float]]) -> 
             active.remove(mine)
             if action == 2:
                 plan.finished(mine, now)
-                finished.add(mine.job.expert)
+                finished.add(mine.job.digest[0])
             elif action == 3:
                 plan.wrong(mine, now)
             else:
                 plan.given_back(mine, now, later=action == 4)
-        left = [job.expert for job in plan.open_jobs()]
+        left = [job.digest[0] for job in plan.open_jobs()]
         assert sorted([*left, *finished]) == [0, 1, 2, 3, 4]
     assert plan.done == (len(finished) == 5)

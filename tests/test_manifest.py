@@ -52,7 +52,7 @@ def _manifest(layers: tuple[LayerExperts, ...]) -> Manifest:
         context_length=128,
         n_vocab=40,
         n_layers=2,
-        trunk=FileHash(bytes(32), 1234),
+        trunk=FileHash(bytes(32), 1234, (bytes(32),)),
         layers=layers,
         programs=(b"program 0", b"program 1"),
         source_files=(("model.gguf", 5678),),
@@ -207,7 +207,9 @@ def test_a_files_hash(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(data)
     seen: list[int] = []
     assert hash_file(tmp_path / "file", lambda done, total: seen.append(done)) == FileHash(
-        hashlib.sha256(data).digest(), len(data)
+        hashlib.sha256(data).digest(),
+        len(data),
+        tuple(hashlib.sha256(piece).digest() for piece in (data[:PIECE_BYTES], data[PIECE_BYTES:])),
     )
     assert seen == [PIECE_BYTES, len(data)]
     with pytest.raises(FileNotFoundError):
@@ -252,7 +254,7 @@ def _change(manifest: Manifest, path: tuple[str | int, ...], value: Any) -> byte
 
 
 MISTAKES: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
-    "format": (("format_version",), 2, "format 2; this node reads format 1"),
+    "format": (("format_version",), 1, "format 1; this node reads format 2"),
     "name type": (("name",), 5, "name has the wrong type"),
     "name bytes": (("name",), b"sample", "name has the wrong type"),
     "name empty": (("name",), "", "name is empty"),
@@ -266,7 +268,11 @@ MISTAKES: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "context nil": (("context_length",), None, "wrong type"),
     "trunk hash short": (("trunk", 0), bytes(31), "no trunk"),
     "trunk hash long": (("trunk", 0), bytes(33), "limit is 32"),
-    "trunk shape": (("trunk",), [bytes(32)], "not a hash and a size"),
+    "trunk shape": (("trunk",), [bytes(32)], "not a hash, a size"),
+    "trunk without pieces": (("trunk", 2), b"", "not one hash of 32 bytes for each 4,194,304 bytes of the trunk"),
+    "trunk with too many pieces": (("trunk", 2), bytes(64), "not one hash of 32 bytes for each"),
+    "trunk with half a piece": (("trunk", 2), bytes(31), "not one hash of 32 bytes for each"),
+    "trunk too large for its pieces": (("trunk", 1), 5 << 20, "not one hash of 32 bytes for each"),
     "no layers": (("layers",), [], "no layer with experts"),
     "layers map": (("layers",), {}, "layers has the wrong type"),
     "layer twice": (("layers",), lambda layers: [layers[0], layers[0]], "not ascending"),
@@ -327,7 +333,7 @@ def test_other_forms_of_the_same_manifest_are_refused(manifest: Manifest) -> Non
         Manifest.from_bytes(msgpack.packb({key: fields[key] for key in list(fields)[:-1]}))
     with pytest.raises(PeerMistake, match="the limit is 10"):
         Manifest.from_bytes(msgpack.packb(fields | {"more": 1}))
-    longer = data.replace(b"\xae" + b"format_version\x01", b"\xae" + b"format_version\xcc\x01", 1)
+    longer = data.replace(b"\xae" + b"format_version\x02", b"\xae" + b"format_version\xcc\x02", 1)
     assert len(longer) == len(data) + 1
     with pytest.raises(PeerMistake, match="not in canonical form"):
         Manifest.from_bytes(longer)

@@ -621,7 +621,7 @@ def test_golden_messages() -> None:
 
 
 JUNK = st.none() | st.booleans() | st.integers(-5, 2**63) | st.text(max_size=3) | st.lists(st.integers(), max_size=2)
-KEYS = st.sampled_from(["model", "layer", "expert", "offset", "length", "end", "error"])
+KEYS = st.sampled_from(["model", "trunk", "layer", "expert", "offset", "length", "end", "error"])
 
 
 @given(st.dictionaries(KEYS, JUNK | st.just("ab" * 32)), st.binary(max_size=9), st.none() | st.integers(1, 9))

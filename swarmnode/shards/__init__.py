@@ -1,7 +1,9 @@
-"""Experts on their way from one peer's disk to another's, each checked against the hash that names it.
+"""Experts and trunks on their way from one peer's disk to another's, each checked against the hash that names it.
 
 messages     the protocol
 service      answers: from a model's own file, or from any other source
-fetch        asks: several sources, resumable (fetch_plan decides who fetches what)
+fetch        asks for manifests and experts: several sources, resumable
+trunk        asks for a trunk, by pieces
+lanes        a fetch at work (fetch_plan decides who fetches what)
 store        the cache on disk, one file an expert, within a budget
 """

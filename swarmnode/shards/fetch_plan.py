@@ -1,9 +1,10 @@
 """Who fetches what next: the decisions of a fetch from several sources, pure.
 
-Each source works through one shared list of experts. A source that fails is left alone for a while, doubling; one that
-sends wrong bytes is out. What a broken transfer brought stays, and another source goes on from there, so a wrong hash
-at the end convicts only a source that brought every byte; after a mixture that was wrong, the expert is fetched again
-from one source alone. A source without work takes an expert over from one that is so slow that the change pays off.
+Each source works through one shared list of parts: experts, or pieces of a trunk. A source that fails is left alone for
+a while, doubling; one that sends wrong bytes is out. What a broken transfer brought stays, and another source goes on
+from there, so a wrong hash at the end convicts only a source that brought every byte; after a mixture that was wrong,
+the part is fetched again from one source alone. A source without work takes a part over from one that is so slow that
+the change pays off.
 
 Instants are seconds of any monotonic clock, passed in.
 """
@@ -22,14 +23,34 @@ _TAKE_OVER_SECONDS_MIN = 1.0
 """Nothing is taken over for less: a new request costs round trips."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertPart:
+    """One expert."""
+
+    layer: int
+    expert: int
+
+    def __str__(self) -> str:
+        return f"expert {self.expert} of layer {self.layer}"
+
+
+@dataclass(frozen=True, slots=True)
+class TrunkPart:
+    """One piece of the trunk."""
+
+    index: int
+
+    def __str__(self) -> str:
+        return f"piece {self.index} of the trunk"
+
+
 @dataclass(eq=False, slots=True)
 class Job:
-    """One expert to fetch. Those with the same bytes are one job; layer and expert then name the first."""
+    """One part to fetch. Experts with the same bytes are one job; `part` then is the first."""
 
     digest: bytes
     size: int
-    layer: int
-    expert: int
+    part: ExpertPart | TrunkPart
     contributors: set[str] = field(default_factory=set)
     """Who sent what is on disk of it: peers, or "" for a run of this program before."""
     alone: bool = False
@@ -139,7 +160,7 @@ class FetchPlan:
         self._progress_at = now
 
     def finished(self, transfer: Transfer, now: float) -> None:
-        """The expert is complete and right."""
+        """The job is complete and right."""
         self._release(transfer, now)
         self._progress_at = now
 
@@ -155,7 +176,7 @@ class FetchPlan:
         job.contributors.clear()
         job.alone = True
         if guilty:
-            self.ban(source, f"sent wrong bytes for expert {job.expert} of layer {job.layer}")
+            self.ban(source, f"sent wrong bytes for {job.part}")
         self.given_back(transfer, now)
         return guilty
 
@@ -172,7 +193,7 @@ class FetchPlan:
         source.reason = reason
 
     def lacking(self, source: Source, job: Job, reason: str) -> None:
-        """The source does not hold this expert."""
+        """The source does not hold it."""
         source.lacks.add(job.digest)
         source.reason = reason
 

@@ -1,13 +1,14 @@
 """The messages of /swarmnode/shards/1.
 
     asks for a manifest      {"model": id}
-    asks for a byte range    {"model": id, "layer", "expert", "offset", "length"}
+    for bytes of an expert   {"model": id, "layer", "expert", "offset", "length"}
+    for bytes of the trunk   {"model": id, "trunk": 1, "offset", "length"}
     answer                   {"offset", "end"} + bytes, repeated until the range ends
     or instead, at any time  {"error": {...}}
 
 `model` is the manifest's id (sha256 in hex), so both sides know what the bytes must be. A range lies within the
-concatenated slices of one expert; `end` is where it ends (for a manifest: its size). Every chunk is exactly
-SHARD_CHUNK_BYTES long but the last. A stream carries one request after the other.
+concatenated slices of one expert, or within the trunk's file; `end` is where it ends (for a manifest: its size). Every
+chunk is exactly SHARD_CHUNK_BYTES long but the last. A stream carries one request after the other.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ _OBJECT_BYTES_MAX: Final = 2**40
 
 
 class ShardRequest(NamedTuple):
-    """`expert` is None for the manifest."""
+    """`wanted` is None for the manifest."""
 
     model: str
-    expert: ExpertRange | None
+    wanted: ExpertRange | TrunkRange | None
 
 
 class ExpertRange(NamedTuple):
@@ -42,10 +43,21 @@ class ExpertRange(NamedTuple):
     length: int
 
 
+class TrunkRange(NamedTuple):
+    """`length` bytes from `offset` of the trunk's file."""
+
+    offset: int
+    length: int
+
+
 def encode_request(request: ShardRequest) -> bytes:
     """A request frame."""
-    header = {"model": request.model}
-    return encode_frame(header if request.expert is None else header | request.expert._asdict())
+    header: dict[str, str | int] = {"model": request.model}
+    if isinstance(request.wanted, TrunkRange):
+        header["trunk"] = 1
+    if request.wanted is not None:
+        header |= request.wanted._asdict()
+    return encode_frame(header)
 
 
 def decode_request(header: Header) -> ShardRequest:
@@ -54,15 +66,17 @@ def decode_request(header: Header) -> ShardRequest:
     model = fields.text("model", 64)
     if not _MODEL_ID.fullmatch(model):
         raise PeerMistake("a shard request names no manifest id")
-    if not fields.has("layer"):
+    of_trunk = fields.has("trunk")
+    if not of_trunk and not fields.has("layer"):
         return ShardRequest(model, None)
-    expert = ExpertRange(
-        fields.integer("layer", 0, limits.LAYER_MAX),
-        fields.integer("expert", 0, limits.EXPERT_ID_MAX),
-        fields.integer("offset", 0, _OBJECT_BYTES_MAX),
-        fields.integer("length", 1, _OBJECT_BYTES_MAX),
-    )
-    return ShardRequest(model, expert)
+    offset = fields.integer("offset", 0, _OBJECT_BYTES_MAX)
+    length = fields.integer("length", 1, _OBJECT_BYTES_MAX)
+    if of_trunk:
+        fields.integer("trunk", 1, 1)
+        return ShardRequest(model, TrunkRange(offset, length))
+    layer = fields.integer("layer", 0, limits.LAYER_MAX)
+    expert = fields.integer("expert", 0, limits.EXPERT_ID_MAX)
+    return ShardRequest(model, ExpertRange(layer, expert, offset, length))
 
 
 def encode_chunk(offset: int, end: int, data: bytes | memoryview) -> bytes:

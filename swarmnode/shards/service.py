@@ -1,16 +1,18 @@
-"""Serving manifests and experts to other peers: the answering side of /swarmnode/shards/1.
+"""Serving manifests, experts and trunks to other peers: the answering side of /swarmnode/shards/1.
 
-Bytes come from any ExpertSource (the GGUF that a model was added from, or this node's own cache). Reads touch mapped
-files, which may block on the disk, so each chunk is read and framed in a worker thread, a few at a time; between two
+Experts come from any ExpertSource (the GGUF that a model was added from, or this node's own cache), a trunk from its
+file. Reads may block on the disk, so each chunk is read and framed in a worker thread, a few at a time; between two
 chunks of an answer everybody else has a turn. Every wait has a bound: for a turn to read, for the disk, for a peer that
 does not take what it asked for, and for one that asks nothing.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import structlog
@@ -20,18 +22,19 @@ from backends.manifest import ExpertSource, Manifest
 from capabilities.errors import Internal, ModelNotFound, Overloaded, PeerMistake, SwarmError
 from swarmnode import limits
 from swarmnode.net.interface import Network, Stream, StreamClosed
-from swarmnode.shards.messages import PROTOCOL, ExpertRange, decode_request, encode_chunk, encode_refusal
+from swarmnode.shards.messages import PROTOCOL, ExpertRange, TrunkRange, decode_request, encode_chunk, encode_refusal
 from swarmnode.wire import read_frame
 
 _log = structlog.get_logger(__name__)
 
 
 class ServedModel(NamedTuple):
-    """What this node can serve of one model: its manifest, the same as bytes, and a source of the experts it has."""
+    """What this node can serve of one model: its manifest, the same as bytes, the experts it has, its trunk's file."""
 
     manifest: Manifest
     manifest_bytes: bytes
     source: ExpertSource
+    trunk: Path | None = None
 
 
 @dataclass(slots=True)
@@ -90,11 +93,13 @@ class ShardService:
             model = self._find(request.model)
             if model is None:
                 raise ModelNotFound(f"this peer has no model with the manifest {request.model[:16]}")
-            if request.expert is None:
+            if request.wanted is None:
                 manifest = model.manifest_bytes
                 await self._send(stream, lambda offset, length: manifest[offset : offset + length], 0, len(manifest))
+            elif isinstance(request.wanted, TrunkRange):
+                await self._send_trunk(stream, model, request.wanted)
             else:
-                await self._send_expert(stream, model, request.expert)
+                await self._send_expert(stream, model, request.wanted)
         except SwarmError as error:
             self.statistics.mistakes += isinstance(error, PeerMistake)
             await self._refuse(stream, error)
@@ -103,6 +108,14 @@ class ShardService:
         model.manifest.experts_of(wanted.layer).check_range(wanted.expert, wanted.offset, wanted.length)
         read = partial(model.source.read, wanted.layer, wanted.expert)
         await self._send(stream, read, wanted.offset, wanted.offset + wanted.length)
+
+    async def _send_trunk(self, stream: Stream, model: ServedModel, wanted: TrunkRange) -> None:
+        end, size = wanted.offset + wanted.length, model.manifest.trunk.size
+        if end > size:
+            raise PeerMistake(f"no {wanted.length} bytes at {wanted.offset} in a trunk of {size}")
+        if model.trunk is None:
+            raise ModelNotFound(f"this peer does not hold the trunk of {model.manifest.name}")
+        await self._send(stream, partial(_read_file, model.trunk), wanted.offset, end)
 
     async def _send(self, stream: Stream, read: Callable[[int, int], bytes | memoryview], begin: int, end: int) -> None:
         def framed(offset: int) -> bytes:
@@ -134,3 +147,11 @@ class ShardService:
         _log.info("shard_request_refused", peer=stream.peer, error=error.type, message=error.message)
         with trio.fail_after(limits.SEND_SECONDS_MAX):
             await stream.send(encode_refusal(error))
+
+
+def _read_file(path: Path, offset: int, length: int) -> bytes:
+    with path.open("rb", buffering=0) as file:  # opened for each chunk: a removed model leaves nothing open
+        data = os.pread(file.fileno(), length, offset)
+    if len(data) != length:
+        raise Internal(f"the file of this peer's trunk has no {length} bytes at {offset}")
+    return data

@@ -40,6 +40,21 @@ class CacheError(SwarmError):
     default_hint = "Free space on that disk, or change the expert cache's folder or budget in the configuration."
 
 
+@contextlib.contextmanager
+def disk_errors(what: str, folder: Path, *, missing_ok: bool = False) -> Iterator[None]:
+    """Turn what the system reports into CacheError; with `missing_ok` a missing file stays FileNotFoundError."""
+    try:
+        yield
+    except OSError as error:
+        if missing_ok and isinstance(error, FileNotFoundError):
+            raise
+        reason = error.strerror or type(error).__name__
+        if error.errno in _NO_SPACE:
+            free = shutil.disk_usage(folder).free if folder.exists() else 0
+            reason = f"the disk is full ({free} bytes free)"
+        raise CacheError(f"{what} in {folder}: {reason}", path=str(folder)) from error
+
+
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
     """Experts and bytes on disk; `kept_bytes` may not be evicted at present."""
@@ -228,19 +243,8 @@ class ShardCache:
             self._used_bytes += size - entry.size
             self._entries[digest] = _Entry(size, complete=verified is not None, verified=verified)
 
-    @contextlib.contextmanager
-    def _disk_errors(self, *, missing_ok: bool = False) -> Iterator[None]:
-        """Turn what the system reports into CacheError; with `missing_ok` a missing file stays FileNotFoundError."""
-        try:
-            yield
-        except OSError as error:
-            if missing_ok and isinstance(error, FileNotFoundError):
-                raise
-            reason = error.strerror or type(error).__name__
-            if error.errno in _NO_SPACE:
-                free = shutil.disk_usage(self.root).free if self.root.exists() else 0
-                reason = f"the disk is full ({free} bytes free)"
-            raise CacheError(f"the expert cache in {self.root}: {reason}", path=str(self.root)) from error
+    def _disk_errors(self, *, missing_ok: bool = False) -> contextlib.AbstractContextManager[None]:
+        return disk_errors("the expert cache", self.root, missing_ok=missing_ok)
 
 
 class PartialShard:
