@@ -4,6 +4,7 @@ The daemon and a simulator run these very objects.
 
 sampling     one row of logits to one token, reproducibly
 text_stream  bytes of tokens to text that may be shown
+attempts     one request on the asker's side, across the leaders that come and go
 requests     what enters and leaves the batcher
 answer       one answer while it grows
 batching     what the trunk decodes next, and what its logits mean for each request

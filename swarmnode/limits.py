@@ -142,7 +142,14 @@ REQUEST_TEXTS_BYTES_MAX: Final = 256 * MIB
 MAX_TOKENS_MAX: Final = 1_048_576
 """Longer than any context; the context's own length is the real limit."""
 
-PROMPT_REQUEST: Final = FrameLimits(HEADER_BYTES_MAX, REQUEST_TEXT_BYTES_MAX, items=64, text_bytes=1 * KIB)
+PROMPT_REQUEST: Final = FrameLimits(
+    HEADER_BYTES_MAX, REQUEST_TEXT_BYTES_MAX + 4 * MAX_TOKENS_MAX, items=64, text_bytes=1 * KIB
+)
+"""The text, and the tokens of an answer that is to be continued, four bytes each."""
+
+REQUEST_TOKEN_BYTES: Final = 40
+"""What such a token counts for among the texts that a leader holds: as a number in its memory, not on the wire."""
+
 PROMPT_REPLY: Final = FrameLimits(HEADER_BYTES_MAX, 64 * KIB, items=ERROR_EXPERTS_MAX)
 """One frame of an answer holds a few tokens' text; 64 KiB also holds the closing frame with its timings."""
 

@@ -3,6 +3,7 @@
     worker  hello      who it is: name, version, backend, the memory that it offers
     leader  assign     an epoch to prepare: the model's manifest, who serves its shards, the experts to hold
     worker  progress   how far it is: fetching, loading, loaded, or failed with a typed error
+    worker  policy     whether it wants to hold nothing more
     leader  begin      the epoch serves from now on; the one before is dropped
     leader  refuse     a typed error, then the stream ends
 
@@ -18,6 +19,8 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from capabilities.errors import PeerMistake, SwarmError
+from capabilities.measurement import CLASS_CHARS
+from capabilities.membership_certificate import MEMBERSHIP_BYTES_MAX
 from swarmnode import limits
 from swarmnode.wire import Fields, Frame, bounded_error, encode_frame
 
@@ -27,6 +30,8 @@ WIRE_VERSION: Final = 1
 NAME_CHARS_MAX: Final = 64
 VERSION_CHARS_MAX: Final = 32
 BACKEND_CHARS_MAX: Final = 128
+HOST_CHARS_MAX: Final = 64
+HOLDING_MAX: Final = 4  # two sets in memory, each with the names of two epochs
 SOURCES_MAX: Final = 8  # peer ids of at most 60 characters
 SOURCES_CHARS_MAX: Final = 1024
 HASH_CHARS: Final = 64
@@ -40,7 +45,15 @@ _PHASES: Final[tuple[Phase, ...]] = ("fetching", "loading", "loaded", "failed")
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a worker says of itself. `q8_0`: it takes activations as Q8_0 where that changes no bit of its results."""
+    """What a worker says of itself. Older versions say nothing of what has a default.
+
+    q8_0             it takes activations as Q8_0 where that changes no bit of its results
+    certificate      of its membership in the swarm (capabilities.membership_certificate); empty: it shows none
+    host             a name for its machine that says nothing about it, equal for all peers there; empty: unknown
+    numeric_class    fingerprint of its arithmetic; empty: not measured
+    accumulates_f32  its kernels add up in F32 when asked to
+    holding          (term, epoch) names of the complete expert sets in its memory
+    """
 
     name: str
     version: str
@@ -50,6 +63,11 @@ class Hello:
     threads: int
     memory_budget_bytes: int
     q8_0: bool
+    certificate: bytes = b""
+    host: str = ""
+    numeric_class: str = ""
+    accumulates_f32: bool = True
+    holding: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +96,13 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Policy:
+    """What a worker wants. `draining`: to hold nothing more, so that it can leave without being missed."""
+
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Begin:
     """The epoch serves from now on; the worker drops every other."""
 
@@ -92,7 +117,7 @@ class Refuse:
     error: SwarmError
 
 
-FromWorker = Hello | Progress
+FromWorker = Hello | Progress | Policy
 FromLeader = Assign | Begin | Refuse
 
 
@@ -101,7 +126,10 @@ def encode(message: FromWorker | FromLeader) -> bytes:
     match message:
         case Hello():
             fields = {name: getattr(message, name) for name in Hello.__slots__}
+            fields["holding"] = [number for name in message.holding for number in name]
             return encode_frame({"kind": "hello", **fields})
+        case Policy(draining):
+            return encode_frame({"kind": "policy", "draining": draining})
         case Assign():
             header: dict[str, Any] = {
                 "kind": "assign",
@@ -141,7 +169,14 @@ def decode_from_worker(frame: Frame) -> FromWorker:
                 threads=fields.integer("threads", 0, 2**16),
                 memory_budget_bytes=fields.integer("memory_budget_bytes", 0, _BYTES_MAX),
                 q8_0=fields.flag("q8_0"),
+                certificate=fields.binary("certificate", MEMBERSHIP_BYTES_MAX) if fields.has("certificate") else b"",
+                host=_clean(fields.text("host", HOST_CHARS_MAX)) if fields.has("host") else "",
+                numeric_class=_clean(fields.text("numeric_class", CLASS_CHARS)) if fields.has("numeric_class") else "",
+                accumulates_f32=not fields.has("accumulates_f32") or fields.flag("accumulates_f32"),
+                holding=_holding(fields) if fields.has("holding") else (),
             )
+        case "policy":
+            return Policy(fields.flag("draining"))
         case "progress":
             phase = fields.text("phase", 16)
             if phase not in _PHASES:
@@ -190,6 +225,13 @@ def decode_from_leader(frame: Frame) -> FromLeader:
 def _clean(text: str) -> str:
     """Printable characters only: names of peers reach terminals."""
     return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _holding(fields: Fields) -> tuple[tuple[int, int], ...]:
+    numbers = fields.integers("holding", 2 * HOLDING_MAX, 0, _COUNTER_MAX)
+    if len(numbers) % 2:
+        raise PeerMistake("a hello names half of an expert set")
+    return tuple(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def _runs(held: Mapping[int, tuple[int, ...]]) -> bytes:

@@ -21,6 +21,7 @@ from swarmnode.asker import Asker
 from swarmnode.compute import choose_compute
 from swarmnode.config import Config
 from swarmnode.leader.service import Leader
+from swarmnode.machine import machine_name
 from swarmnode.member_messages import WIRE_VERSION, Hello
 from swarmnode.models import Models, OpenModel
 from swarmnode.net.interface import Network
@@ -93,6 +94,7 @@ class NamedWorker(_NamedNode):
         budget = config.node.memory_bytes(psutil.virtual_memory().available)
         disk = config.node.disk_bytes(psutil.disk_usage(str(paths.shards)).free)
         facts = NodeFacts.of(config, compute.name, compute.device, threads, budget)
+        host = await trio.to_thread.run_sync(machine_name, paths.data)
 
         def hello() -> Hello:
             return Hello(
@@ -104,6 +106,7 @@ class NamedWorker(_NamedNode):
                 threads=threads,
                 memory_budget_bytes=budget,
                 q8_0=compute.rounds_as_ggml_cpu,
+                host=host,
             )
 
         cache = await trio.to_thread.run_sync(ShardCache, paths.shards, disk)

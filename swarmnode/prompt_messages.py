@@ -1,13 +1,15 @@
 """/swarmnode/prompt/1: one stream a request, from any peer to the leader.
 
-    asker   ask      parameters in the header, the text as a JSON payload: {"prompt"} or {"messages"}
+    asker   ask      parameters in the header; the payload is the text as JSON, {"prompt"} or {"messages"}, and then,
+                     where an answer is to be continued, its tokens so far, uint32 little-endian
     leader  queued   its place in the queue, at every change; 0 = it runs
     leader  token    index and id in the header, the text that became safe to show as payload
     leader  alive    once a second when nothing else is sent, so that an asker tells a queue from a dead leader
     leader  done     finish reason, usage, timings; the rest of the text as payload
     leader  error    a typed error
 
-The asker draws a missing seed, so that a request can be repeated; it cancels by closing its stream.
+The asker draws a missing seed, so that a request can be repeated; it cancels by closing its stream. A request that lost
+its leader goes to the next one under the same id as another attempt, and its tokens go on where they stood.
 """
 
 from __future__ import annotations
@@ -18,15 +20,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+import numpy as np
+
 from capabilities.errors import PeerMistake, SwarmError, UsageError
 from scheduler.requests import Timings, Usage
 from scheduler.sampling import SamplingParams
 from scheduler.text_stream import check_stops
 from swarmnode import limits
-from swarmnode.wire import Fields, Frame, bounded_error, encode_frame
+from swarmnode.wire import Fields, Frame, Header, bounded_error, encode_frame
 
 PROTOCOL: Final = "/swarmnode/prompt/1"
 MESSAGES_MAX: Final = 1024
+_TOKEN: Final = np.dtype("<u4")
+_TOKEN_MAX: Final = 2**31 - 1
+_ATTEMPT_MAX: Final = 2**31
 ROLES: Final = ("system", "user", "assistant", "tool")
 
 Message = dict[str, str]
@@ -46,7 +53,9 @@ def new_seed() -> int:
 class Ask:
     """A prompt and how to answer it. Exactly one of `prompt` (taken as it is) and `messages` (a chat) is given.
 
-    `max_tokens` None: as many as the context holds. `seed` is always there: the asker draws one.
+    `max_tokens` None: as many as the context holds; it counts the whole answer. `seed` is always there: the asker draws
+    one. `generated` is the answer so far, whose text the asker has: replies begin at index `len(generated)`. Of several
+    attempts at one request the highest counts.
     """
 
     request_id: str
@@ -57,6 +66,8 @@ class Ask:
     stop: tuple[str, ...] = field(default=(), repr=False)
     deadline_s: float | None = None
     ignore_eos: bool = False  # end tokens are ordinary ones: answers of a fixed length, for measurements
+    generated: tuple[int, ...] = field(default=(), repr=False)
+    attempt: int = 0
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (not self.messages):
@@ -70,6 +81,8 @@ class Ask:
                 raise UsageError(f"a message's role is one of {', '.join(ROLES)}")
         if self.max_tokens is not None and not 0 <= self.max_tokens <= limits.MAX_TOKENS_MAX:
             raise UsageError(f"max_tokens must be between 0 and {limits.MAX_TOKENS_MAX}, not {self.max_tokens}")
+        if len(self.generated) > limits.MAX_TOKENS_MAX:
+            raise UsageError(f"an answer has at most {limits.MAX_TOKENS_MAX} tokens")
         check_stops(self.stop)
 
     def text_bytes(self) -> bytes:
@@ -142,7 +155,17 @@ def encode_ask(ask: Ask) -> bytes:
         header["max_tokens"] = ask.max_tokens
     if ask.deadline_s is not None:
         header["deadline_s"] = ask.deadline_s
-    return encode_frame(header, ask.text_bytes())
+    if ask.attempt:
+        header["attempt"] = ask.attempt
+    if ask.generated:
+        header["generated"] = len(ask.generated)
+    return encode_frame(header, ask.text_bytes(), np.array(ask.generated, _TOKEN))
+
+
+def generated_count(header: Header) -> int:
+    """How many tokens stand at the end of a request's payload. PeerMistake if the header is none."""
+    fields = Fields(header, "ask")
+    return fields.integer("generated", 0, limits.MAX_TOKENS_MAX) if fields.has("generated") else 0
 
 
 def decode_ask(frame: Frame) -> Ask:
@@ -155,8 +178,15 @@ def decode_ask(frame: Frame) -> Ask:
     fields = Fields(frame.header, "ask")
     if fields.text("kind", 16) != "ask":
         raise PeerMistake("a prompt stream begins with a request")
+    count = generated_count(frame.header)
+    text_bytes = len(frame.payload) - count * _TOKEN.itemsize
+    if not 0 <= text_bytes <= limits.REQUEST_TEXT_BYTES_MAX:
+        raise PeerMistake("a request's payload is not as long as its header says")
+    tokens = np.frombuffer(frame.payload, _TOKEN, count, text_bytes)
+    if count and int(tokens.max()) > _TOKEN_MAX:
+        raise PeerMistake("a request's answer so far holds what is no token id")
     try:
-        text = json.loads(bytes(frame.payload))
+        text = json.loads(bytes(frame.payload[:text_bytes]))
     except (ValueError, RecursionError):
         raise PeerMistake("a request's text is no JSON") from None
     if not isinstance(text, dict):
@@ -183,6 +213,8 @@ def decode_ask(frame: Frame) -> Ask:
         stop=tuple(stop),
         deadline_s=fields.number("deadline_s", 0.001, 86_400) if fields.has("deadline_s") else None,
         ignore_eos=fields.has("ignore_eos") and fields.flag("ignore_eos"),
+        generated=tuple(tokens.tolist()),
+        attempt=fields.integer("attempt", 0, _ATTEMPT_MAX) if fields.has("attempt") else 0,
     )
 
 

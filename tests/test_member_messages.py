@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from capabilities.errors import Internal, NotReady, PeerMistake
 from swarmnode import limits
 from swarmnode.member_messages import (
+    HOLDING_MAX,
     Assign,
     Begin,
     FromLeader,
     FromWorker,
     Hello,
+    Policy,
     Progress,
     Refuse,
     decode_from_leader,
@@ -37,10 +39,14 @@ HELD = st.dictionaries(
 )
 HELLOS = st.builds(
     Hello, name=NAMES, version=NAMES, wire=st.integers(0, 2**16), backend=NAMES, device=NAMES,
-    threads=st.integers(0, 2**16), memory_budget_bytes=BYTES, q8_0=st.booleans(),
+    threads=st.integers(0, 2**16), memory_budget_bytes=BYTES, q8_0=st.booleans(), certificate=st.binary(max_size=352),
+    host=NAMES, numeric_class=NAMES, accumulates_f32=st.booleans(),
+    holding=st.lists(st.tuples(COUNTER, COUNTER), max_size=4).map(tuple),
 )  # fmt: skip
 PHASES = st.sampled_from(["fetching", "loading", "loaded", "failed"])
-FROM_WORKER = HELLOS | st.builds(Progress, COUNTER, COUNTER, PHASES, BYTES, BYTES, BYTES)
+FROM_WORKER = (
+    HELLOS | st.builds(Progress, COUNTER, COUNTER, PHASES, BYTES, BYTES, BYTES) | st.builds(Policy, st.booleans())
+)
 FROM_LEADER = st.builds(Begin, COUNTER, COUNTER) | st.builds(
     Assign, COUNTER, COUNTER, NAMES, st.from_regex("[0-9a-f]{64}", fullmatch=True),
     st.lists(st.from_regex("[1-9A-Z]{1,60}", fullmatch=True), min_size=1, max_size=8).map(tuple), HELD,
@@ -75,13 +81,40 @@ def test_errors_keep_what_they_name() -> None:
 
 
 def test_names_that_reach_a_terminal_are_printable() -> None:
-    header = {**{name: getattr(GOOD, name) for name in Hello.__slots__}, "kind": "hello", "name": "\x1b[31mred\n"}
+    header = {**HELLO, "kind": "hello", "name": "\x1b[31mred\n"}
     hello = decode_from_worker(Frame(header, b""))
     assert isinstance(hello, Hello)
     assert hello.name == "?[31mred?"
 
 
 GOOD = Hello("n", "1", 1, "ggml", "CPU", 1, 2**30, True)
+HELLO = {**{name: getattr(GOOD, name) for name in Hello.__slots__}, "holding": []}
+
+
+def test_the_largest_hello_is_a_report() -> None:
+    names = ((2**63, 2**63),) * HOLDING_MAX
+    hello = Hello(
+        "é" * 64, "v" * 32, 1, "b" * 128, "d" * 128, 1, 2**50, True, b"x" * 352, "h" * 64, "c" * 32, True, names
+    )
+    found, _ = split_frame(encode(hello), limits.MEMBER_REPORT)
+    assert decode_from_worker(found) == hello
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"holding": [1]}, {"holding": [1] * 10}, {"holding": [-1, 1]}, {"certificate": b"x" * 353}, {"host": "h" * 65},
+     {"accumulates_f32": 1}],
+)  # fmt: skip
+def test_hellos_that_are_none(wrong: dict[str, Any]) -> None:
+    header = {"kind": "hello", **HELLO, **wrong}
+    with pytest.raises(PeerMistake):
+        decode_from_worker(Frame(header, b""))
+
+
+def test_an_older_version_says_less() -> None:
+    header = {"kind": "hello", **{name: getattr(GOOD, name) for name in Hello.__slots__[:8]}}
+    assert decode_from_worker(Frame(header, b"")) == GOOD
+
 
 VALUES: st.SearchStrategy[Any] = st.recursive(
     st.none()
@@ -93,9 +126,9 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-KINDS = st.sampled_from(["hello", "progress", "assign", "begin", "refuse"])
+KINDS = st.sampled_from(["hello", "progress", "policy", "assign", "begin", "refuse"])
 KEYS = (
-    *Hello.__slots__, *Progress.__slots__, "model", "manifest", "sources", "error",
+    *Hello.__slots__, *Progress.__slots__, *Policy.__slots__, "model", "manifest", "sources", "error",
 )  # fmt: skip
 HEADERS = VALUES | st.fixed_dictionaries({"kind": KINDS | VALUES}, optional=dict.fromkeys(KEYS, VALUES))
 
@@ -110,7 +143,7 @@ def test_no_header_and_no_payload_surprises(header: Any, payload: bytes) -> None
 
 @given(st.dictionaries(st.sampled_from(Hello.__slots__), VALUES, min_size=1))
 def test_a_hello_with_a_wrong_field_is_a_mistake_or_another_hello(wrong: dict[str, Any]) -> None:
-    header = {"kind": "hello", **{name: getattr(GOOD, name) for name in Hello.__slots__}, **wrong}
+    header = {"kind": "hello", **HELLO, **wrong}
     with contextlib.suppress(PeerMistake):
         assert isinstance(decode_from_worker(Frame(header, b"")), Hello)
 

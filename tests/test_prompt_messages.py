@@ -57,6 +57,8 @@ ASKS = st.builds(
     stop=st.lists(TEXT.filter(bool), max_size=16).map(tuple),
     deadline_s=st.none() | st.floats(0.001, 86_400),
     ignore_eos=st.booleans(),
+    generated=st.lists(st.integers(0, 2**31 - 1), max_size=20).map(tuple),
+    attempt=st.integers(0, 2**31),
 )
 COUNT = st.integers(0, 2**31)
 SECONDS = st.floats(0, 1e9)
@@ -112,6 +114,7 @@ HEADERS = VALUES | st.fixed_dictionaries(
         "queue_s": VALUES, "prefill_s": VALUES, "decode_s": VALUES, "error": VALUES, "top_k": VALUES, "seed": VALUES,
         "temperature": VALUES, "top_p": VALUES, "min_p": VALUES, "frequency_penalty": VALUES,
         "presence_penalty": VALUES, "max_tokens": VALUES, "deadline_s": VALUES, "ignore_eos": VALUES,
+        "generated": st.integers(-1, 20) | VALUES, "attempt": VALUES,
     },
 )  # fmt: skip
 
@@ -153,6 +156,26 @@ def test_texts_that_are_none(payload: bytes) -> None:
 def test_requests_that_cannot_be_served(payload: bytes) -> None:
     with pytest.raises(UsageError):
         decode_ask(Frame(GOOD, payload))
+
+
+@pytest.mark.parametrize(
+    ("count", "payload"),
+    [(1, b'{"prompt":"x"}'), (9, b""), (1, b'{"prompt":"x"}\xff\xff\xff\xff'), (-1, b'{"prompt":"x"}'),
+     (limits.MAX_TOKENS_MAX + 1, b'{"prompt":"x"}'), (None, b'{"prompt":"x"}\x00\x00\x00\x00')],
+)  # fmt: skip
+def test_answers_so_far_that_are_none(count: int | None, payload: bytes) -> None:
+    with pytest.raises(PeerMistake):
+        decode_ask(Frame({**GOOD, "generated": count}, payload))
+
+
+def test_text_and_tokens_have_limits_of_their_own() -> None:
+    text = b'{"prompt":"%b"}' % (b"x" * limits.REQUEST_TEXT_BYTES_MAX)
+    with pytest.raises(PeerMistake):
+        decode_ask(Frame({**GOOD, "generated": 1}, text + bytes(4)))
+    with pytest.raises(UsageError, match="tokens"):
+        Ask("req-1", SamplingParams(), prompt="x", generated=(0,) * (limits.MAX_TOKENS_MAX + 1))
+    ask = Ask("req-1", SamplingParams(), prompt="x", generated=(2**31 - 1,) * limits.MAX_TOKENS_MAX)
+    assert decode_ask(frame(encode_ask(ask), limits.PROMPT_REQUEST)) == ask
 
 
 def test_surrogates_do_not_reach_the_wire() -> None:

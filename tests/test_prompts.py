@@ -255,6 +255,70 @@ async def test_texts_of_all_peers_together_are_bounded(
         assert isinstance(again[-1], Done)
 
 
+async def test_an_answer_is_continued_where_another_leader_stopped(autojump_clock: MockClock) -> None:
+    async with lab() as leader, trio.open_nursery() as nursery:
+        request = ask(generated=(4, 5), attempt=2, max_tokens=9)
+        replies: list[Reply] = []
+
+        async def hear() -> None:
+            async with leader.service.answer(request, "asker") as found:
+                async for reply in found:
+                    replies.append(reply)  # noqa: PERF401
+
+        nursery.start_soon(hear)
+        await trio.testing.wait_all_tasks_blocked()
+        (name,) = leader.engine.requests
+        assert (leader.engine.requests[name].generated, leader.engine.requests[name].max_tokens) == ((4, 5), 9)
+        leader.engine.sinks[name](QueuedEffect(name, 0))
+        leader.engine.token(name, 2)
+        leader.engine.sinks[name](FailedEffect(name, NoLeader("stopping", request_id=name)))
+        await trio.testing.wait_all_tasks_blocked()
+        assert replies[:-1] == [Queued(0), Token(2, 7, "x")]
+        assert isinstance(replies[-1], Failed)
+        assert replies[-1].error.details["request_id"] == "req-1"
+        assert leader.events == ["begin req-1", "end req-1"]
+
+
+async def test_a_newer_attempt_takes_the_place_of_one_that_still_runs(autojump_clock: MockClock) -> None:
+    async with lab() as leader, trio.open_nursery() as nursery:
+        old = await asked(leader, nursery)
+        new = await asked(leader, nursery, ask(attempt=1, generated=(7,)))
+        assert set(leader.engine.cancelled) == {"req-1"}
+        assert isinstance(old[-1], Failed)
+        assert old[-1].error.type == "cancelled"
+        assert new == []
+        assert leader.events == []  # the request has not ended
+        leader.engine.finish("req-1#1")
+        await trio.testing.wait_all_tasks_blocked()
+        assert isinstance(new[-1], Done)
+        assert leader.events == ["end req-1"]
+
+
+@pytest.mark.parametrize("who", ["an older attempt", "the same attempt", "somebody else"])
+async def test_a_request_that_runs_is_replaced_by_nobody_else(autojump_clock: MockClock, who: str) -> None:
+    async with lab() as leader, trio.open_nursery() as nursery:
+        first = await asked(leader, nursery, ask(attempt=3))
+        number = {"an older attempt": 2, "the same attempt": 3, "somebody else": 4}[who]
+        asker = "stranger" if who == "somebody else" else str(leader.asking.peer_id)
+        async with leader.service.answer(ask(attempt=number), asker) as replies:
+            (reply,) = [reply async for reply in replies]
+        assert isinstance(reply, Failed)
+        assert reply.error.type == "overloaded"
+        assert leader.engine.cancelled == {}
+        assert first == []
+        nursery.cancel_scope.cancel()
+
+
+async def test_tokens_of_an_answer_so_far_count_as_text(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "REQUEST_TEXTS_BYTES_MAX", 250_000)
+    async with lab() as leader, trio.open_nursery() as nursery:
+        (refused,) = await asked(leader, nursery, ask(generated=(1,) * 20_000))  # 80 KB on the wire, 0.8 MB in memory
+        assert isinstance(refused, Failed)
+        assert refused.error.type == "overloaded"
+
+
 # --- The asker's side -------------------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ from swarmnode.member_messages import (
     WIRE_VERSION,
     FromLeader,
     Hello,
+    Policy,
     Progress,
     Refuse,
     decode_from_worker,
@@ -38,6 +39,10 @@ _log = structlog.get_logger(__name__)
 OUTBOX_MAX: Final = 16
 MEMBERS_MAX: Final = 256  # each costs buffers and a share of every status reply
 ABSENT_KEPT_S: Final = 600.0  # how long a worker that left is still shown as gone
+
+VerifyMember = Callable[[PeerId, bytes], None]
+"""Who is here, by its proven key, and the certificate that it shows. Raises SwarmError, for it to read: it is no member
+of the swarm, or banned."""
 
 MemberPhase = Literal["joining", "loading", "probing", "ready", "failed"]
 
@@ -108,7 +113,9 @@ class Members:
         on_progress: Callable[[Member, Progress], None],
         on_leave: Callable[[Member], None],
         on_speech: Callable[[Member], None],
+        verify_member: VerifyMember | None = None,
     ) -> None:
+        """`verify_member`: who may be a member at all; None: everybody."""
         self.by_peer: dict[PeerId, Member] = {}
         self.refused = 0  # hellos
         self._network = network
@@ -116,6 +123,7 @@ class Members:
         self._on_progress = on_progress
         self._on_leave = on_leave
         self._on_speech = on_speech
+        self._verify_member = verify_member
         self.watch = PeerWatch(network, self._on_state)
 
     def register(self) -> None:
@@ -158,6 +166,11 @@ class Members:
                 f"this leader speaks wire version {WIRE_VERSION}, the worker {hello.wire} (swarmnode {hello.version})",
                 hint="Install the same version of swarmnode on both.",
             )
+        if self._verify_member is not None:
+            try:
+                self._verify_member(peer, hello.certificate)
+            except SwarmError as error:
+                return error
         if peer not in self.by_peer and not self._make_room():
             return UsageError(f"this leader serves at most {MEMBERS_MAX} workers")
         return None
@@ -207,8 +220,14 @@ class Members:
     async def _read(self, stream: Stream, member: Member) -> None:
         while member.stream_up:
             message = decode_from_worker(await read_frame(stream, limits.MEMBER_REPORT))
-            if not isinstance(message, Progress):
+            if isinstance(message, Hello):
                 raise PeerMistake("a worker says hello once")
+            if isinstance(message, Policy):
+                if message.draining != member.draining:
+                    member.draining = message.draining
+                    _log.info("member.policy", peer=member.peer, name=member.name, draining=member.draining)
+                    self._on_speech(member)
+                continue
             if message != member.progress:
                 member.progress_s = trio.current_time()
             member.progress = message

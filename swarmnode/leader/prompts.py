@@ -1,8 +1,9 @@
 """The leader's side of prompts: text to tokens, a request to the engine, its effects back to whoever asked.
 
 `PromptService.answer` serves the leader's own command line and remote askers alike: it yields replies until the last.
-Leaving it in any way (the asker's stream broke, Ctrl-C) cancels the request in the engine. `PromptStreams` is the
-protocol's side of it, which is there before any model is.
+Leaving it in any way (the asker's stream broke, Ctrl-C) cancels the request in the engine. An asker that lost sight of
+this leader may come back with another attempt before the first one is known to be over: the newest counts.
+`PromptStreams` is the protocol's side of it, which is there before any model is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import structlog
 import trio
 
 from backends.vocabulary import Vocabulary
-from capabilities.errors import NotReady, Overloaded, SwarmError, UsageError
+from capabilities.errors import NotReady, Overloaded, RequestCancelled, SwarmError, UsageError
 from scheduler.requests import Effect, FailedEffect, FinishedEffect, QueuedEffect, Request, TokenEffect
 from swarmnode import limits
 from swarmnode.leader.engine import DecodeEngine
@@ -33,8 +34,9 @@ from swarmnode.prompt_messages import (
     Token,
     decode_ask,
     encode_reply,
+    generated_count,
 )
-from swarmnode.wire import read_frame
+from swarmnode.wire import Header, read_frame
 
 _log = structlog.get_logger(__name__)
 
@@ -75,29 +77,51 @@ class PromptService:
         self._on_begin = on_begin
         self._on_end = on_end
         self._tokenizing = trio.CapacityLimiter(1)
+        self._running: dict[str, _Running] = {}  # by the asker's request id
 
     @asynccontextmanager
     async def answer(self, ask: Ask, asker: str) -> AsyncIterator[AsyncIterator[Reply]]:
         """`async with service.answer(ask, asker) as replies: async for reply in replies: ...`; the last one ends it."""
         log = _log.bind(request_id=ask.request_id, asker=asker)
         send, receive = trio.open_memory_channel[Reply](EFFECTS_MAX)
+        running = _Running(asker, ask, _Sink(send, ask, self._on_begin))
         submitted = False
         try:
             try:
                 request = await self._request(ask)
-                self._engine.submit(request, _Sink(send, self._on_begin))
+                self._replace(running)
+                self._engine.submit(request, running.sink)
+                self._running[ask.request_id] = running
                 submitted = True
                 self.statistics.accepted += 1
-                log.info("request.begin", role="leader", prompt_tokens=len(request.prompt_tokens))
+                log.info(
+                    "request.begin",
+                    role="leader",
+                    prompt_tokens=len(request.prompt_tokens),
+                    generated=len(ask.generated),
+                    attempt=ask.attempt,
+                )
             except SwarmError as error:
                 send.send_nowait(Failed(error))
             async with aclosing(self._replies(receive, log)) as replies:
                 yield replies
         finally:
             if submitted:
-                self._engine.cancel(ask.request_id, "the asker went away")
-                self._on_end(ask.request_id)
+                self._engine.cancel(running.name, "the asker went away")
+                if self._running.get(ask.request_id) is running:
+                    del self._running[ask.request_id]
+                    self._on_end(ask.request_id)
             send.close()
+
+    def _replace(self, newcomer: _Running) -> None:
+        """End an older attempt at the same request. Raises Overloaded if this one is not newer, or somebody else's."""
+        old = self._running.get(newcomer.ask.request_id)
+        if old is None:
+            return
+        if old.asker != newcomer.asker or old.ask.attempt >= newcomer.ask.attempt:
+            raise Overloaded(f"request id {newcomer.ask.request_id} is in use")
+        self._engine.cancel(old.name, "another attempt took its place")
+        old.sink.fail(RequestCancelled("another attempt took its place", request_id=old.ask.request_id))
 
     async def _request(self, ask: Ask) -> Request:
         if (reason := self._ready()) is not None:
@@ -111,13 +135,14 @@ class PromptService:
             raise UsageError("the prompt is empty", hint="Give at least one word.")
         room = max(0, self._context_tokens - len(tokens))
         return Request(
-            id=ask.request_id,
+            id=_name(ask),
             prompt_tokens=tuple(tokens),
             params=ask.params,
             max_tokens=room if ask.max_tokens is None else ask.max_tokens,
             stop=ask.stop,
             stop_at_end=not ask.ignore_eos,
             deadline_s=min(self._deadline_s, ask.deadline_s or self._deadline_s),
+            generated=ask.generated,
         )
 
     async def _replies(self, receive: trio.MemoryReceiveChannel[Reply], log: Any) -> AsyncGenerator[Reply, None]:
@@ -171,12 +196,13 @@ class PromptStreams:
     async def _handle(self, stream: Stream) -> None:
         taken = refused = 0
 
-        def take(_header: object, payload_bytes: int) -> None:
+        def take(header: Header, payload_bytes: int) -> None:
             nonlocal taken, refused
-            if self._text_bytes + payload_bytes > limits.REQUEST_TEXTS_BYTES_MAX:
+            size = payload_bytes + generated_count(header) * limits.REQUEST_TOKEN_BYTES
+            if self._text_bytes + size > limits.REQUEST_TEXTS_BYTES_MAX:
                 refused = payload_bytes
                 raise Overloaded("this leader holds as much text as it can")
-            taken = payload_bytes
+            taken = size
             self._text_bytes += taken
 
         try:
@@ -226,27 +252,59 @@ class PromptStreams:
         scope.cancel()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Running:
+    """An attempt that the engine has."""
+
+    asker: str
+    ask: Ask
+    sink: _Sink
+
+    @property
+    def name(self) -> str:
+        return _name(self.ask)
+
+
+def _name(ask: Ask) -> str:
+    """What the engine calls an attempt: effects of an older one must not be taken for this one's.
+
+    No asker's request id has a `#` in it.
+    """
+    return f"{ask.request_id}#{ask.attempt}" if ask.attempt else ask.request_id
+
+
 class _Sink:
     """Turns the engine's effects into replies. Called on the event loop."""
 
-    def __init__(self, send: trio.MemorySendChannel[Reply], on_begin: Callable[[str], None]) -> None:
+    def __init__(self, send: trio.MemorySendChannel[Reply], ask: Ask, on_begin: Callable[[str], None]) -> None:
         self._send = send
+        self._ask = ask
         self._on_begin = on_begin
         self._full = False
 
     def __call__(self, effect: Effect) -> None:
         reply: Reply
         match effect:
-            case QueuedEffect(request_id, position):
+            case QueuedEffect(_, position):
                 reply = Queued(position)
                 if position == 0:
-                    self._on_begin(request_id)
+                    self._on_begin(self._ask.request_id)
             case TokenEffect(_, index, token, text, _):
                 reply = Token(index, token, text)
             case FinishedEffect(_, reason, text, usage, timings):
                 reply = Done(reason, text, usage, timings)
             case FailedEffect(_, error):
                 reply = Failed(error)
+                if error.details.get("request_id") == _name(self._ask):
+                    error.details["request_id"] = self._ask.request_id
+        self._put(reply)
+
+    def fail(self, error: SwarmError) -> None:
+        """The last reply, whatever the engine says."""
+        self._put(Failed(error))
+        self._full = True
+
+    def _put(self, reply: Reply) -> None:
         if self._full:
             return
         try:
