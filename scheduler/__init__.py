@@ -11,6 +11,7 @@ batching     what the trunk decodes next, and what its logits mean for each requ
 settling     when to place experts anew
 placement    which peer holds which experts
 dispatch     which rows of a layer go to which peer, and where its answers belong
+exchange     one layer under way: who takes over when a peer fails or is late
 combine      the same with one sum a peer and token in place of rows: what is added to what, and in which order
 liveness     which peers still answer
 advert_book  who is in the swarm, by what peers say of themselves: the newest word of each, suspect, gone

@@ -30,6 +30,8 @@ DEADLINE_S_MIN = 3.0
 SLACK = 4.0  # a peer may be this much slower than it was measured: another job, a hot phone
 ROWS_PER_S_UNMEASURED = 50.0  # an old CPU with large experts
 BYTES_PER_S_MIN = 250_000.0  # 2 Mbit/s, the slowest uplink that makes sense
+HEDGE_SLACK = 8.0  # so many times as long as it takes as a rule: rarely without a reason
+HEDGE_AFTER_S_MIN = 0.25  # about the longest round trip between homes; less would ask twice for nothing on such links
 UNMEASURED = PeerSpeed(rtt_s=0.05, rows_per_s=ROWS_PER_S_UNMEASURED)  # chosen only where nobody better is
 # Rows that stand for dispatches of 1-2, up to 8, 32, 128, 512 and more: who answers is decided for each magnitude.
 ROWS_MAGNITUDES = (2.0, 8.0, 32.0, 128.0, 512.0, 4096.0)
@@ -70,10 +72,12 @@ class LayerRouting:
     be reached answers. With it the choice is layer_cost.share_out's, among the reachable holders of the same numeric
     class as the first one (bits must not depend on who is busy): few workers for few rows, more for many, so there is
     one table for each magnitude of a dispatch, made when it is first needed. The same numbers give the same choice.
-    fallback: a peer, the leader itself, that answers for experts which no reachable holder has.
+    shares_load: False leaves every expert to the first such holder. fallback: a name, of the leader's own copy, that
+    answers for experts which no reachable holder has. avoided: peers that answer only for what nobody else of their
+    class holds: they are slow at this moment.
 
     `groups` is the routing to the first holders, reachable or not, by which partial sums are added (combine.py); None
-    where it is this very one. Where answers are to be sums, pass no speeds: rows that others share come back as rows.
+    where it is this very one. Where answers are to be sums, share no load: rows that others share come back as rows.
     """
 
     def __init__(
@@ -83,25 +87,29 @@ class LayerRouting:
         unreachable: Collection[str] = (),
         *,
         speeds: Mapping[str, PeerSpeed] | None = None,
+        shares_load: bool = True,
         fallback: str | None = None,
+        avoided: Collection[str] = (),
     ) -> None:
         self.layer = layer
         self._holders = tuple(tuple(peers) for peers in holders)
         self._unreachable = frozenset(unreachable)
         self._speeds = speeds
+        self._shares_load = shares_load
         self._fallback = fallback if fallback not in self._unreachable else None
+        self._avoided = frozenset(avoided)
         options = [self._options(peers) for peers in self._holders]
         self.peers = tuple(sorted({peer for able in options for peer in able}))
         index = {peer: i for i, peer in enumerate(self.peers)}
         self._options_of = [[index[peer] for peer in able] for able in options]
         nobody = len(self.peers)  # sorts behind the peers
         first = np.array([able[0] if able else nobody for able in self._options_of], dtype=np.int64)
-        replaced = any(
+        self._replaced = any(
             able and able[0] != peers[0] for able, peers in zip(options, self._holders, strict=True) if peers
         )
         no_choice = speeds is None or all(len(able) < 2 for able in self._options_of)
         self._owner_of: list[NDArray[np.int64] | None] = [first if no_choice else None for _ in ROWS_MAGNITUDES]
-        self.groups: LayerRouting | None = LayerRouting(layer, holders) if replaced or not no_choice else None
+        self.groups: LayerRouting | None = LayerRouting(layer, holders) if self._replaced or not no_choice else None
 
     def _options(self, holders: tuple[str, ...]) -> list[str]:
         """Who of them may answer."""
@@ -109,7 +117,9 @@ class LayerRouting:
         if not able:
             return [] if self._fallback is None else [self._fallback]
         kind = self._speed(able[0]).numeric_class
-        return able[:1] + [peer for peer in able[1:] if kind is not None and self._speed(peer).numeric_class == kind]
+        able = able[:1] + [peer for peer in able[1:] if kind is not None and self._speed(peer).numeric_class == kind]
+        able = [peer for peer in able if peer not in self._avoided] or able
+        return able if self._shares_load else able[:1]
 
     def _speed(self, peer: str) -> PeerSpeed:
         return (self._speeds or {}).get(peer, UNMEASURED)
@@ -133,10 +143,28 @@ class LayerRouting:
             raise ValueError(f"layer {self.layer}: an expert id is outside 0..{len(table) - 1}") from None
         return owners
 
-    def without(self, peers: Collection[str]) -> LayerRouting:
-        """The same while these cannot be reached either."""
-        away = self._unreachable | set(peers)
-        return LayerRouting(self.layer, self._holders, away, speeds=self._speeds, fallback=self._fallback)
+    def without(self, peers: Collection[str], avoided: Collection[str] = ()) -> LayerRouting:
+        """The same while these cannot be reached either, and those are slow."""
+        return LayerRouting(
+            self.layer,
+            self._holders,
+            self._unreachable | set(peers),
+            speeds=self._speeds,
+            shares_load=self._shares_load,
+            fallback=self._fallback,
+            avoided=self._avoided | set(avoided),
+        )
+
+    def stands_in(self, part: PeerRows) -> set[str]:
+        """The first holders in whose place the peer of this part of a plan answers, since they are away or slow."""
+        if not self._replaced:
+            return set()
+        first = (self._holders[expert][:1] for expert in part.experts.tolist())
+        return {peer for peers in first for peer in peers} - {part.peer}
+
+    def holders_of(self, part: PeerRows) -> set[str]:
+        """Everybody who holds some of a part's experts, reachable or not."""
+        return {peer for expert in part.experts.tolist() for peer in self._holders[expert]}
 
     def unavailable(self, experts: NDArray[np.int32]) -> ExpertsUnavailable:
         """The error that names those of the experts that nobody answers for, and a peer that held them."""
@@ -257,6 +285,14 @@ def deadline_s(rows: int, nbytes: int, rows_per_s: float | None) -> float:
     expected = SLACK * rows / (rows_per_s or ROWS_PER_S_UNMEASURED) + nbytes / BYTES_PER_S_MIN
     most = DECODE_DEADLINE_S_MAX if rows <= DECODE_ROWS_MAX else PREFILL_DEADLINE_S_MAX
     return min(max(expected, DEADLINE_S_MIN), most)
+
+
+def hedge_after_s(rows: int, rows_per_s: float | None) -> float:
+    """Seconds without an answer to so many expert rows, from a peer of that measured rate, until another is asked too.
+
+    The peer is not given up: whoever answers first counts. It costs the other one work that may be for nothing.
+    """
+    return max(HEDGE_SLACK * rows / (rows_per_s or ROWS_PER_S_UNMEASURED), HEDGE_AFTER_S_MIN)
 
 
 def _mistake(part: PeerRows, layer: int, what: str) -> PeerMistake:

@@ -31,9 +31,10 @@ from swarmnode.expert_messages import (
     encode_reply,
     request_head,
 )
-from swarmnode.leader import remote_experts
+from swarmnode.leader import flight, remote_experts
 from swarmnode.leader.link import PeerLink
-from swarmnode.leader.remote_experts import RemoteExperts, Routing
+from swarmnode.leader.remote_experts import RemoteExperts
+from swarmnode.leader.routing import Routing
 from swarmnode.net.interface import PeerId, Stream
 from swarmnode.net.memory import MemoryHub, MemoryNetwork, open_memory_hub
 from swarmnode.wire import Q8_0, read_frame
@@ -281,7 +282,7 @@ async def test_a_refusal_and_a_wrong_answer_are_typed() -> None:
 async def test_a_worker_that_owes_an_answer_is_named_and_must_prove_itself_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remote_experts, "deadline_s", lambda rows, nbytes, rate: 0.5)
+    monkeypatch.setattr(flight, "deadline_s", lambda rows, nbytes, rate: 0.5)
     x, ids = inputs(2)
     async with pair(prompt=False) as swarm:
         started = trio.current_time()

@@ -21,7 +21,8 @@ from swarmnode.expert_messages import PROTOCOL, DispatchHead, HeldLayer, Notice,
 from swarmnode.leader import remote_experts
 from swarmnode.leader.link import PeerLink
 from swarmnode.leader.probe import probe
-from swarmnode.leader.remote_experts import RemoteExperts, Routing
+from swarmnode.leader.remote_experts import RemoteExperts
+from swarmnode.leader.routing import Routing
 from swarmnode.net.interface import PeerId, Stream
 from swarmnode.net.memory import MemoryNetwork, open_memory_hub
 from swarmnode.worker.epochs import Epochs, ExpertSet

@@ -3,7 +3,9 @@
 service           one active model and all that serves it
 prompts           a request: text to tokens, effects back to whoever asked
 engine            the decode thread: one llama.cpp context, one batcher, one loop
-remote_experts    one MoE layer out to its holders and back, called from the decode thread
+remote_experts    one MoE layer out to its holders and back, called from the decode thread; flight is one such layer
+routing           an epoch as it uses it, and ways around peers that fail meanwhile
+own_experts       the leader's own copy of every expert, for what no holder gives
 link              one worker's experts stream
 members           who is there (the member protocol)
 placer            when to place, who holds what, and when an epoch begins

@@ -29,7 +29,8 @@ from swarmnode.leader.engine import DecodeEngine
 from swarmnode.leader.link import PeerLink
 from swarmnode.leader.members import Member, Members
 from swarmnode.leader.probe import ProbeReference, probe
-from swarmnode.leader.remote_experts import RemoteExperts, Routing
+from swarmnode.leader.remote_experts import RemoteExperts
+from swarmnode.leader.routing import Routing
 from swarmnode.member_messages import Assign, Begin, Progress
 from swarmnode.net.interface import Network, PeerId
 from swarmnode.wire import Q8_0_BLOCK_VALUES

@@ -1,79 +1,35 @@
 """The experts of a swarm as llama.cpp's graph sees them: dispatch a layer to its holders, collect their rows.
 
 `RemoteExperts` is called from the decode thread, which blocks in `collect`; frames leave and answers arrive on the
-event loop. A dispatch hands all its frames over in one step and goes on; each answer is put into a queue that the
-decode thread reads. Rows go to their slots by the plan, and sums are added in the plan's order, so the result never
-depends on who answers first.
+event loop. A dispatch hands all its frames over in one step and goes on; each answer is put into a list that the decode
+thread reads when all are there, or one is an error. What then is owed, and by whom, is scheduler/exchange.py's: a
+holder that fails is replaced within the layer, one that is slow is asked past, and the result never depends on who
+answers first.
 """
 
 from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
-import numpy as np
 import trio
 
-from backends.activations import quantize_q8_0
 from backends.experts import F32, I32
 from backends.manifest import LayerExperts
-from capabilities.errors import ExpertsUnavailable, NotReady, PeerMistake, SwarmError
-from scheduler.combine import add_partials, sum_rows
-from scheduler.dispatch import LayerRouting, PeerRows, Plan, check_reply, deadline_s, gather, plan
+from capabilities.errors import NotReady, SwarmError
+from scheduler.combine import weighted_sums
+from scheduler.dispatch import Plan, plan
+from scheduler.exchange import Asked, Exchange
 from swarmnode.expert_messages import Activations, dispatch_rows_max, dispatch_tokens_max, encode_notice
+from swarmnode.leader.flight import Flight
 from swarmnode.leader.link import Answer, PeerLink
+from swarmnode.leader.own_experts import OWN_COPY, OwnExperts
+from swarmnode.leader.routing import Detours, Routing
 
-_SLICE_S: Final = 0.25  # of a wait: a deadline counts no more of the clock than this for each, so our own sleep is free
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """One epoch as the decode thread uses it; replaced whole, never changed.
-
-    quantized: for each peer the layers whose activations it gets as Q8_0. ask_f32: layers whose kernels are asked to
-    accumulate in F32.
-    """
-
-    term: int
-    epoch: int
-    layers: Mapping[int, LayerRouting]
-    links: Mapping[str, PeerLink]
-    quantized: Mapping[str, frozenset[int]]
-    ask_f32: frozenset[int] = frozenset()
-
-
-@dataclass(slots=True)
-class _Part:
-    """One frame's worth of a dispatch: tokens from `start` on, and what each peer owes for them.
-
-    `groups`: rows are asked for although sums are wanted, since a holder is replaced; they are added by this plan.
-    """
-
-    start: int
-    plan: Plan
-    groups: Plan | None = None
-    replies: dict[str, F32] = field(default_factory=dict)
-
-
-_Outgoing = tuple[int, PeerRows, Activations, F32 | None]
-"""One peer's frame: the index of its part, what it is asked for, activations, and weights [R] if for sums."""
-
-
-@dataclass(slots=True)
-class _Exchange:
-    number: int
-    layer: LayerExperts
-    links: Mapping[str, PeerLink]
-    ids_shape: tuple[int, int]
-    weights: F32 | None  # [T, K] where sums are wanted
-    parts: list[_Part]
-    patience_s: float  # how much longer to wait for its answers
-    asked: int
-    answers: list[tuple[int, str, Answer]] = field(default_factory=list, kw_only=True)
-    started: float
+_SLICE_S: Final = 0.25  # our clock counts no more for one wait or one computation, so our own sleep is nobody's fault
 
 
 @dataclass
@@ -89,21 +45,43 @@ class LayerTiming:
     decode_round_trip_s: float = 0.0
 
 
+@dataclass
+class FailoverStatistics:
+    """Counters since the start: peers that failed or were late in the middle of a layer, peers that were asked because
+    another was slow, rows of the leader's own copy, and steps in which a peer of another numeric class stood in."""
+
+    failures: int = 0
+    hedges: int = 0
+    own_rows: int = 0
+    mixed_steps: int = 0
+
+
 class RemoteExperts:
     """The StepExecutor of a leader.
 
     `set_routing`, `begin_request` and `end_request` are called on the event loop, the rest on the decode thread.
+    `own` answers where the routing says so. `mixed`: in the present step, or the last one, a peer of another numeric
+    class than the epoch's took part.
     """
 
-    def __init__(self, layers: Sequence[LayerExperts], token: trio.lowlevel.TrioToken) -> None:
+    def __init__(
+        self, layers: Sequence[LayerExperts], token: trio.lowlevel.TrioToken, own: OwnExperts | None = None
+    ) -> None:
         self._specs = {spec.layer: spec for spec in layers}
         self._token = token
+        self._own = own
         self._routing: Routing | None = None
-        self._complete: queue.SimpleQueue[int] = queue.SimpleQueue()  # numbers of exchanges that are answered or failed
+        self._complete: queue.SimpleQueue[int] = queue.SimpleQueue()  # numbers of flights with something to look at
         self._number = 0
-        self._open: dict[int, _Exchange] = {}
+        self._open: dict[int, Flight] = {}
         self._begun: set[str] = set()
+        self._clock_s = 0.0
+        self._ticked = time.monotonic()
+        self._detours = Detours()
+        self._owed: dict[Asked, PeerLink] = {}  # asked, and then not waited for any more
         self.timing = LayerTiming()
+        self.failover = FailoverStatistics()
+        self.mixed = False
 
     # -- event loop ---------------------------------------------------------------------------------------------
 
@@ -130,36 +108,12 @@ class RemoteExperts:
         for link in routing.links.values():
             link.send_frame(notice)
 
-    def _send(self, routing: Routing, exchange: _Exchange, frames: list[_Outgoing]) -> None:
-        layer = exchange.layer
-        for index, part, x, weights in frames:
-
-            def on_answer(answer: Answer, index: int = index, peer: str = part.peer) -> None:
-                exchange.answers.append((index, peer, answer))
-                # The decode thread is woken once, for waking it costs more than to look at an answer. It goes first:
-                # the sleep gives it the interpreter, which this thread needs only to wait for the next message.
-                if len(exchange.answers) >= exchange.asked or isinstance(answer, SwarmError):
-                    self._complete.put(exchange.number)
-                    time.sleep(0)
-
-            routing.links[part.peer].send(
-                term=routing.term,
-                epoch=routing.epoch,
-                layer=layer.layer,
-                x=x,
-                tokens=part.tokens,
-                experts=part.experts,
-                weights=weights,
-                n_out=layer.n_out,
-                ask_f32=layer.layer in routing.ask_f32,
-                on_answer=on_answer,
-            )
-
-    # -- decode thread ------------------------------------------------------------------------------------------
+    # -- decode thread: out -------------------------------------------------------------------------------------
 
     def begin_step(self, requests: Sequence[str]) -> None:
         """Drop what an aborted step left open."""
         self._open.clear()
+        self.mixed = False
 
     def dispatch(self, layer: int, x: F32, ids: I32) -> None:
         """Send activations x [T, n_in] to the holders of the chosen experts ids [T, K].
@@ -181,142 +135,194 @@ class RemoteExperts:
         started = time.perf_counter()
         n_tokens, n_used = ids.shape
         step = max(1, min(n_tokens, dispatch_rows_max(spec.n_out) // n_used, dispatch_tokens_max(spec.n_in)))
-        table = routing.layers[layer]
-        groups = table.groups if weights is not None else None
-        parts: list[_Part] = []
-        frames: list[_Outgoing] = []
-        quantized: Activations | None = None
-        for start in range(0, n_tokens, step):
-            some = ids[start : start + step]
-            part = _Part(start, plan(some, table), plan(some, groups) if groups is not None else None)
-            by_slot = None if weights is None or groups is not None else weights[start : start + step].reshape(-1)
-            for rows in part.plan.parts:
-                if layer in routing.quantized.get(rows.peer, ()):
-                    quantized = quantize_q8_0(x) if quantized is None else quantized
-                    source: Any = quantized
-                else:
-                    source = x
-                chosen = source if len(rows.rows) == n_tokens else source[start + rows.rows]
-                frames.append((len(parts), rows, chosen, None if by_slot is None else by_slot[rows.slots]))
-            parts.append(part)
+        table = self._detours.around(routing, layer)
+        starts = list(range(0, n_tokens, step))
+        plans = [plan(ids[start : start + step], table) for start in starts]
+        groups: list[Plan] = []
+        by_slot: list[F32] | None = None
+        if weights is not None and table.groups is not None:
+            groups = [plan(ids[start : start + step], table.groups) for start in starts]
+        elif weights is not None:
+            by_slot = [weights[start : start + step].reshape(-1) for start in starts]
+        exchange = Exchange(layer, spec.n_out, table, routing.classes, plans, by_slot)
         self._number += 1
-        exchange = _Exchange(
-            number=self._number,
-            layer=spec,
-            links=routing.links,
-            ids_shape=(n_tokens, n_used),
-            weights=weights,
-            parts=parts,
-            patience_s=self._patience_s(routing, spec, frames),
-            asked=len(frames),
-            started=started,
+        flight = Flight(
+            self._number, spec, routing, x, (n_tokens, n_used), weights, starts, plans, groups, exchange, started
         )
-        self._open[layer] = exchange
-        self._send(routing, exchange, frames)
+        self._open[layer] = flight
+        self._tick()
+        self._ask(flight, exchange.asked())
 
-    def _patience_s(self, routing: Routing, spec: LayerExperts, frames: list[_Outgoing]) -> float:
-        """How long every peer, at its measured rate, may take to answer all its frames."""
-        rows: dict[str, int] = {}
-        sizes: dict[str, int] = {}
-        for _, part, x, weights in frames:
-            back = len(part.experts) if weights is None else len(x)
-            rows[part.peer] = rows.get(part.peer, 0) + len(part.experts)
-            sizes[part.peer] = sizes.get(part.peer, 0) + x.nbytes + 4 * spec.n_out * back
-        waits = [deadline_s(n, sizes[peer], routing.links[peer].rate.rows_per_s) for peer, n in rows.items()]
-        return max(waits, default=0.0)
+    def _ask(self, flight: Flight, asked: Sequence[Asked]) -> None:
+        """Send what is asked of peers; what is asked of the own copy is computed when the layer is collected."""
+        peers = [each for each in asked if each.part.peer != OWN_COPY]
+        flight.own += [each for each in asked if each.part.peer == OWN_COPY]
+        frames = [(each, flight.activations(each)) for each in peers]
+        flight.set_instants(frames, self._clock_s)
+        flight.sent += peers
+        flight.wanted += len(peers)
+        for each, x in frames:
+            self._send(flight, each, x)
+
+    def _send(self, flight: Flight, asked: Asked, x: Activations) -> None:
+        routing, layer, part = flight.routing, flight.layer, asked.part
+
+        def on_answer(answer: Answer) -> None:
+            flight.answers.append((asked, answer))
+            self._owed.pop(asked, None)
+            self._detours.answered(part.peer)
+            # The decode thread is woken once, for waking it costs more than to look at an answer. It goes first: the
+            # sleep gives it the interpreter, which this thread needs only to wait for the next message.
+            if len(flight.answers) >= flight.wanted or flight.eager or isinstance(answer, SwarmError):
+                self._complete.put(flight.number)
+                time.sleep(0)
+
+        routing.links[part.peer].send(
+            term=routing.term,
+            epoch=routing.epoch,
+            layer=layer.layer,
+            x=x,
+            tokens=part.tokens,
+            experts=part.experts,
+            weights=asked.weights,
+            n_out=layer.n_out,
+            ask_f32=layer.layer in routing.ask_f32,
+            on_answer=on_answer,
+        )
+
+    # -- decode thread: back ------------------------------------------------------------------------------------
 
     def collect(self, layer: int) -> F32:
         """The outputs [T, K, n_out] of the last dispatch of this layer.
 
         Raises:
-            ExpertsUnavailable: a holder failed, refused, did not answer in time or answered nonsense; it names layer,
-                experts and peer.
+            ExpertsUnavailable: a holder failed, refused, did not answer in time or answered nonsense, and nobody could
+                take its place; it names layer, experts and peer.
         """
-        exchange = self._answered(layer)
-        out = np.empty((*exchange.ids_shape, exchange.layer.n_out), np.float32)
-        for part in exchange.parts:
-            gather(part.plan, part.replies, out[part.start : part.start + part.plan.n_tokens])
-        self._time(exchange)
+        flight = self._answered(layer)
+        out = flight.rows()
+        self._time(flight)
         return out
 
     def collect_sum(self, layer: int) -> F32:
         """Each token's total [T, n_out] of the last dispatch for sums of this layer. Raises as `collect` does."""
-        exchange = self._answered(layer)
-        totals = [self._totals(exchange, part) for part in exchange.parts]
-        self._time(exchange)
-        return totals[0] if len(totals) == 1 else np.concatenate(totals)
+        flight = self._answered(layer)
+        totals = flight.totals()
+        self._time(flight)
+        return totals
 
-    @staticmethod
-    def _totals(exchange: _Exchange, part: _Part) -> F32:
-        n_tokens, n_out = part.plan.n_tokens, exchange.layer.n_out
-        if part.groups is None:
-            return add_partials(part.plan, part.replies, n_out)
-        assert exchange.weights is not None
-        rows = np.empty((n_tokens, part.plan.n_used, n_out), np.float32)
-        gather(part.plan, part.replies, rows)
-        return sum_rows(part.groups, rows, exchange.weights[part.start : part.start + n_tokens])
-
-    def _answered(self, layer: int) -> _Exchange:
+    def _answered(self, layer: int) -> Flight:
         """The last dispatch of a layer, once all its answers are there."""
-        exchange = self._open.pop(layer)
-        while not self._is_complete(exchange):
-            if exchange.patience_s <= 0:
-                self._accept(exchange)
-                raise self._late(exchange)
-        self._accept(exchange)
-        return exchange
+        flight = self._open.pop(layer)
+        exchange = flight.exchange
+        while True:
+            self._compute_own(flight)
+            if exchange.complete:
+                break
+            self._wait(flight)
+            self._take(flight)
+            if not exchange.complete:
+                self._look_at_the_clock(flight)
+        if flight.eager:
+            self._keep_owed(flight)
+        if exchange.mixed and not self.mixed:
+            self.mixed = True
+            self.failover.mixed_steps += 1
+        return flight
 
-    def _time(self, exchange: _Exchange) -> None:
-        timing, seconds = self.timing, time.perf_counter() - exchange.started
+    def _wait(self, flight: Flight) -> None:
+        """Wait until there is something to look at: answers, or an instant that has come."""
+        instant = flight.exchange.next_instant()
+        while not flight.own:
+            self._tick()
+            left = instant - self._clock_s
+            if left <= 0:
+                return
+            try:
+                if self._complete.get(timeout=min(left, _SLICE_S)) == flight.number:
+                    return  # else it belongs to a step that was aborted, or is another word on an earlier layer
+            except queue.Empty:
+                pass
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._clock_s += min(now - self._ticked, _SLICE_S)
+        self._ticked = now
+
+    def _take(self, flight: Flight) -> None:
+        """Look at the answers that came. Raises the first error that nobody makes up for."""
+        exchange = flight.exchange
+        while flight.taken < len(flight.answers):
+            asked, answer = flight.answers[flight.taken]
+            flight.taken += 1
+            if isinstance(answer, SwarmError):
+                self._replace(flight, asked, answer)
+            elif (fault := exchange.fault(asked, answer)) is not None:
+                self._fail_link(flight, asked, "bad_reply", fault.message)
+                self._replace(flight, asked, fault)
+            else:
+                exchange.answered(asked, answer)
+
+    def _look_at_the_clock(self, flight: Flight) -> None:
+        self._tick()
+        exchange = flight.exchange
+        for asked in exchange.overdue(self._clock_s):
+            self._fail_link(flight, asked, "timeout", "it owes an answer")
+            self._replace(flight, asked, flight.late(asked))
+        hedges = exchange.hedge(self._clock_s)
+        if hedges:
+            flight.eager = True
+            self.failover.hedges += len(hedges)
+            self._detours.slow(each.part.peer for hedge in hedges for each in hedge.share.asked if each.owes)
+            for asked, _ in list(flight.answers):  # after the above: one that came just now is not slow for ever
+                self._detours.answered(asked.part.peer)
+            self._ask(flight, hedges)
+        for asked, link in list(self._owed.items()):
+            if asked.overdue_at <= self._clock_s and self._owed.pop(asked, None) is not None:
+                self._token.run_sync_soon(link.fail, "timeout", "it owes an answer")
+
+    def _replace(self, flight: Flight, asked: Asked, error: SwarmError) -> None:
+        """Somebody else takes over what a peer owes. Raises if there is nobody."""
+        flight.eager = True
+        self.failover.failures += self._detours.failed(asked.part.peer)
+        self._ask(flight, flight.exchange.failed(asked, error))
+
+    def _fail_link(self, flight: Flight, asked: Asked, cause: str, reason: str) -> None:
+        """Whoever is late or wrong must prove itself again."""
+        self._token.run_sync_soon(flight.routing.links[asked.part.peer].fail, cause, reason)
+
+    def _keep_owed(self, flight: Flight) -> None:
+        """Who lost to somebody faster still owes an answer, and fails if it never comes."""
+        for asked in flight.sent:
+            self._owed[asked] = flight.routing.links[asked.part.peer]
+        for asked, _ in list(flight.answers):  # after the above: an answer that comes now finds it
+            self._owed.pop(asked, None)
+
+    def _compute_own(self, flight: Flight) -> None:
+        """Compute here what nobody else gives."""
+        while flight.own:
+            asked = flight.own.pop()
+            part, start = asked.part, flight.starts[asked.share.chunk]
+            try:
+                values = self._own_rows(flight, flight.x[start + part.rows], part.tokens, part.experts)
+            except SwarmError as error:
+                self._replace(flight, asked, error)
+                continue
+            self.failover.own_rows += len(values)
+            flight.exchange.answered(
+                asked, values if asked.weights is None else weighted_sums(values, asked.weights, part.tokens)
+            )
+
+    def _own_rows(self, flight: Flight, x: F32, tokens: I32, experts: I32) -> F32:
+        layer = flight.layer.layer
+        if self._own is None:
+            raise NotReady("this leader has no copy of its own", layer=layer)
+        return self._own.compute(layer, x, tokens, experts, ask_f32=layer in flight.routing.ask_f32)
+
+    def _time(self, flight: Flight) -> None:
+        timing, seconds = self.timing, time.perf_counter() - flight.started
         timing.layers += 1
         timing.round_trip_s += seconds
-        if exchange.ids_shape[0] == 1:
+        if flight.ids_shape[0] == 1:
             timing.decode_layers += 1
             timing.decode_round_trip_s += seconds
-
-    def _is_complete(self, exchange: _Exchange) -> bool:
-        """Wait a moment for the answers; whether they are all there, or one is an error."""
-        started = time.monotonic()
-        try:
-            number = self._complete.get(timeout=_SLICE_S)
-        except queue.Empty:
-            exchange.patience_s -= _SLICE_S
-            return False
-        exchange.patience_s -= min(time.monotonic() - started, _SLICE_S)
-        return number == exchange.number  # else it belongs to a step that was aborted
-
-    def _accept(self, exchange: _Exchange) -> None:
-        """Check what was answered. Raises the first error."""
-        for index, peer, answer in exchange.answers:
-            if isinstance(answer, SwarmError):
-                raise answer
-            part = exchange.parts[index]
-            rows = next(p for p in part.plan.parts if p.peer == peer)
-            summed = exchange.weights is not None and part.groups is None
-            try:
-                check_reply(answer, rows, exchange.layer.layer, exchange.layer.n_out, partial_sums=summed)
-            except PeerMistake as mistake:
-                raise ExpertsUnavailable(
-                    mistake.message,
-                    layer=exchange.layer.layer,
-                    experts=sorted(set(rows.experts.tolist())),
-                    peer=peer,
-                    cause="bad_reply",
-                ) from None
-            part.replies[peer] = answer
-
-    def _late(self, exchange: _Exchange) -> ExpertsUnavailable:
-        """The error that names the first peer that owes rows. Whoever owes some must prove itself again."""
-        late = [rows for part in exchange.parts for rows in part.plan.parts if rows.peer not in part.replies]
-        for peer in {rows.peer for rows in late}:
-            self._token.run_sync_soon(exchange.links[peer].fail, "timeout", "it owes an answer")
-        peer, layer = late[0].peer, exchange.layer.layer
-        experts = sorted(set(late[0].experts.tolist()))
-        return ExpertsUnavailable(
-            f"experts {', '.join(map(str, experts))} of layer {layer} are unavailable: peer"
-            f" {exchange.links[peer].name} did not answer in time",
-            layer=layer,
-            experts=experts,
-            peer=peer,
-            cause="timeout",
-        )
