@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -47,3 +48,13 @@ def test_a_worker_that_is_cut_off_in_the_middle(swarm: BedSwarm) -> None:
     swarm.bed.heal()
     swarm.wait_ready(swarm.nodes, 15)
     swarm.check(asker, ask("And now?", 8, ignore_eos=True))
+
+
+def test_ipv6_alone_and_a_worker_that_nobody_can_dial(tmp_path: Path) -> None:
+    """Behind a router that translates addresses a worker can only dial out. It serves like any other, and may ask."""
+    with bed_or_skip(3, ipv4=False) as bed, swarm_in_bed(tmp_path, bed, four_layers(tmp_path / "m.gguf")) as swarm:
+        bed.shield(2)
+        swarm.form_static()
+        held = {row["name"]: row["experts_held"] for row in swarm.nodes[0].status()["peers"]}
+        assert held == {"peer-0": 0, "peer-1": 16, "peer-2": 16}
+        swarm.check(swarm.nodes[2], ask("A story", 8, ignore_eos=True))
