@@ -8,6 +8,7 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
     net               libp2p behind one interface, and the same interface without a network
     shards            experts from peer to peer, and their cache on disk
     leadership        who leads, as the other parts see it
+    backbone          elections, and what every member hears of them
     asker             prompts from any peer to the leader
     handlers, status  what swarmctl may ask of a daemon (control, control_client: the socket in between)
     models            the models that this node knows; model_check judges one before it is added

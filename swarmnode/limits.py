@@ -307,3 +307,65 @@ HOLDERS_ASKED_MAX: Final = 20
 MEASURE_SECONDS_MAX: Final = 90.0
 """One measurement in a child: its start, waiting 20 s for other daemons that measure, and 10 s of measuring, on a
 machine that is busy otherwise (it has the lowest priority)."""
+
+# --- Who leads: the election among the backbone, and its word to every member -----------------------------------------
+
+ELECTION_FRAME: Final = FrameLimits(HEADER_BYTES_MAX, payload_bytes=0, items=16, text_bytes=4 * KIB)
+"""The longest message, an update of the backbone, has 7,912 bytes, its longest record 3,584."""
+
+ELECTION_STREAMS_PER_PEER_MAX: Final = 2
+"""One lives; a second appears while a peer that restarted comes back."""
+
+ELECTION_OUTBOX_MAX: Final = 32
+"""Messages that wait for one peer: six seconds of heartbeats. Of more, the oldest is the one that is worth least."""
+
+ELECTION_SEND_SECONDS_MAX: Final = 5.0
+"""A message that a peer does not take for so long means nothing any more: elections are over in three."""
+
+ELECTION_STRANGERS_MAX: Final = 8
+"""Peers outside of the backbone that are being told of its version at a time."""
+
+BACKBONE_DIAL_SECONDS_MAX: Final = 4.0
+"""One address of a backbone peer: a lost SYN comes again after 1 s and 3 s. The next address waits for it."""
+
+BACKBONE_RETRY_SECONDS_MIN: Final = 0.2
+BACKBONE_RETRY_SECONDS_MAX: Final = 2.0
+"""Between two tries. A peer that restarts is found within two seconds; nine that are gone cost five dials a second."""
+
+BACKBONE_STABLE_SECONDS: Final = 2.0
+"""A connection that broke sooner does not begin the retries anew."""
+
+LEADERSHIP_FRAME: Final = FrameLimits(HEADER_BYTES_MAX, 512 * KIB, items=16)
+"""A word is a header with some addresses (under 3 KiB). The payload is for proofs: a mandate and all of the owner's
+news (JOIN_REPLY)."""
+
+LEADERSHIP_STREAMS_PER_PEER_MAX: Final = 2
+
+LEADERSHIP_WORD_SECONDS: Final = 1.0
+"""A backbone peer says at least this often that it is there. Unchanged, that takes some 90 bytes on the wire, so a
+hundred members cost each backbone peer 9 KB/s."""
+
+LEADERSHIP_FRESH_SECONDS: Final = 3.0
+"""A word counts for so long: two may be lost or late. A broken connection ends it at once."""
+
+LEADERSHIP_SILENCE_SECONDS_MAX: Final = 6.0
+"""A backbone peer that says nothing for so long is asked over a new stream: twice what makes its word stale."""
+
+LEADERSHIP_MEMBER_FRAMES_BURST: Final = 64
+LEADERSHIP_MEMBER_FRAMES_PER_SECOND: Final = 40.0
+"""Of one peer, in elections as well. A leader sends five heartbeats a second, a candidate as many requests; what comes
+faster is read more slowly, and nothing of it is lost."""
+
+LEADERSHIP_MISTAKE_COST: Final = 40
+"""What no honest peer sends counts as so many: a false proof costs some milliseconds to find out, and a second to
+whoever sends it."""
+
+LEADERSHIP_PACES_MAX: Final = 512
+"""Peers whose rate is remembered, or each new stream would begin with a clean sheet."""
+
+LEADER_RECORD_BYTES_MAX: Final = 4 * MIB
+"""What a leader leaves to its successor: who holds which experts, and the verdicts. 48 layers of 256 experts with two
+replicas over 256 peers are 0.3 MB."""
+
+LEADER_RECORD_CHUNK_BYTES: Final = 32 * KIB
+"""A record goes in pieces, so that a word waits 0.3 s behind one on a 1 Mbit/s uplink, and not for all of it."""

@@ -15,6 +15,7 @@ import pytest
 
 from scheduler import dispatch, liveness
 from swarmnode import expert_messages, limits, pinger, prompt_messages, status
+from swarmnode.backbone import election_service, leadership_messages
 from swarmnode.cli.ctl import swarmctl
 from swarmnode.cli.daemon import swarmnode
 from swarmnode.config import Config, parse_config
@@ -186,9 +187,9 @@ def test_commands_were_looked_at() -> None:
 
 def test_protocols_are_those_that_are_served() -> None:
     headings = re.findall(r"^## (/swarmnode/\S+)$", DOCUMENTS["protocols.md"].text, re.MULTILINE)
-    served = {module.PROTOCOL for module in (expert_messages, pinger, prompt_messages, status)}
-    assert set(headings) == served | {MEMBER_PROTOCOL, SHARDS_PROTOCOL}
-    assert len(headings) == 6
+    modules = (expert_messages, pinger, prompt_messages, status, election_service, leadership_messages)
+    assert set(headings) == {module.PROTOCOL for module in modules} | {MEMBER_PROTOCOL, SHARDS_PROTOCOL}
+    assert len(headings) == 8
 
 
 def test_limits_are_those_in_force() -> None:

@@ -1,0 +1,44 @@
+"""Why nobody leads, in one line for people, from what the backbone peers say and from who does not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from swarmnode.backbone.leadership_messages import Word
+from swarmnode.printable import printable_line
+
+_PEERS_NAMED_MAX: Final = 3
+_NO_MODEL: Final = "no backbone peer holds a model: `swarmctl model add FILE` on one"
+
+
+def why_nobody_leads(
+    own: str, members: Sequence[str], words: Mapping[str, Word], unreached: Callable[[str], str]
+) -> str:
+    """`words`: what holds now, by peer, this node's own among them; `unreached` says why a peer is not connected."""
+    if not any(peer in members for peer in words):
+        return _nobody_answers(members, unreached)
+    heard = {peer: word for peer, word in words.items() if peer in members}
+    for word in heard.values():
+        if word.leader and word.leader not in heard:
+            why = unreached(word.leader) or "it does not answer"
+            return f"{word.leader} leads, and cannot be reached from here: {why}"
+    for word in heard.values():
+        if word.leader:
+            return f"{word.leader} is about to lead"
+    if not any(word.eligible for word in heard.values()) and all(_may_not_lead(word) for word in heard.values()):
+        return _NO_MODEL
+    peer, word = min(heard.items(), key=lambda said: (not said[1].eligible, said[0] != own, said[0]))
+    why = printable_line(word.why) or "an election is under way"
+    return why if peer == own else why.replace("this peer", f"the backbone peer {peer}")
+
+
+def _may_not_lead(word: Word) -> bool:
+    """Whether a quorum answers its sender, which has no other reason than that it may not lead itself."""
+    return word.why.startswith("this peer may not lead")
+
+
+def _nobody_answers(members: Sequence[str], unreached: Callable[[str], str]) -> str:
+    named = [f"{peer}: {unreached(peer) or 'it does not answer'}" for peer in members[:_PEERS_NAMED_MAX]]
+    more = len(members) - len(named)
+    return f"no backbone peer can be reached: {'; '.join(named)}" + (f"; and {more} more" if more > 0 else "")
