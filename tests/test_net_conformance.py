@@ -1,13 +1,14 @@
 """What every Network promises (swarmnode/net/interface.py), tried on libp2p over loopback and in memory.
 
-Each test gets two networks; `left` is connected to `right`. Nothing here may depend on which implementation runs.
+Each test gets two networks; `left` is connected to `right`. What streams promise holds for a node's streams to itself,
+too: there `left` and `right` are the same. Nothing here may depend on which implementation runs.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -34,6 +35,8 @@ ECHO = "/test/echo/1"
 HOLD = "/test/hold/1"
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 
+OpenPair = Callable[[], AbstractAsyncContextManager[tuple[Network, Network]]]
+
 
 @asynccontextmanager
 async def libp2p_pair() -> AsyncIterator[tuple[Network, Network]]:
@@ -48,6 +51,17 @@ async def libp2p_pair() -> AsyncIterator[tuple[Network, Network]]:
 async def memory_pair() -> AsyncIterator[tuple[Network, Network]]:
     async with open_memory_hub() as hub:
         yield hub.join(), hub.join()
+
+
+def alone(open_pair: OpenPair) -> OpenPair:
+    """One node, which is both sides."""
+
+    @asynccontextmanager
+    async def open_one() -> AsyncIterator[tuple[Network, Network]]:
+        async with open_pair() as (left, _):
+            yield left, left
+
+    return open_one
 
 
 async def echo(stream: Stream) -> None:
@@ -77,15 +91,29 @@ class Pair:
 
 
 @pytest.fixture(params=[libp2p_pair, memory_pair], ids=["libp2p", "memory"])
+async def two(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    async with _serving(request.param) as made:
+        yield made
+
+
+@pytest.fixture(
+    params=[libp2p_pair, memory_pair, alone(libp2p_pair), alone(memory_pair)],
+    ids=["libp2p", "memory", "libp2p-to-itself", "memory-to-itself"],
+)
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    open_pair: Callable[[], AsyncIterator[tuple[Network, Network]]] = request.param
+    async with _serving(request.param) as made:
+        yield made
+
+
+@asynccontextmanager
+async def _serving(open_pair: OpenPair) -> AsyncIterator[Pair]:
     to_test, held = trio.open_memory_channel[Stream](100)
 
     async def hold(stream: Stream) -> None:
         to_test.send_nowait(stream)
         await trio.sleep_forever()
 
-    async with open_pair() as (left, right):  # type: ignore[attr-defined]
+    async with open_pair() as (left, right):
         right.serve(ECHO, echo, max_streams_per_peer=50)
         right.serve(HOLD, hold, max_streams_per_peer=50)
         made = Pair(left, right, held)
@@ -241,6 +269,23 @@ async def test_a_send_cancelled_in_its_middle_resets_its_stream_only(pair: Pair)
         assert len(await ask(other, bytes(size))) == size
 
 
+async def test_what_is_sent_does_not_arrive_while_it_is_being_sent(pair: Pair) -> None:
+    near, far = await pair.held_streams()
+    heard: list[bytes] = []
+
+    def take() -> bool:
+        heard.append(far.receive_nowait(len(far.peek())))
+        return len(b"".join(heard)) < 5
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(far.arrivals, take)
+        await wait_all_tasks_blocked(0.02)
+        assert near.send_nowait(b"12")
+        assert near.send_nowait(b"345")
+        assert heard == []
+    assert b"".join(heard) == b"12345"
+
+
 async def test_a_sender_waits_for_a_reader_that_does_not_read(pair: Pair) -> None:
     near, far = await pair.held_streams()
     with trio.move_on_after(0.3) as scope:
@@ -264,11 +309,11 @@ async def test_a_protocol_is_served_once(pair: Pair) -> None:
         pair.right.serve(ECHO, echo, max_streams_per_peer=1)
 
 
-async def test_both_sides_serve_over_one_connection(pair: Pair) -> None:
-    pair.left.serve("/test/back/1", echo, max_streams_per_peer=1)
-    stream = await pair.right.open_stream(pair.left.peer_id, "/test/back/1")
+async def test_both_sides_serve_over_one_connection(two: Pair) -> None:
+    two.left.serve("/test/back/1", echo, max_streams_per_peer=1)
+    stream = await two.right.open_stream(two.left.peer_id, "/test/back/1")
     assert await ask(stream, b"back") == b"back"
-    assert pair.left.statistics().connections_open == 1
+    assert two.left.statistics().connections_open == 1
 
 
 async def test_streams_of_a_peer_are_limited(pair: Pair) -> None:
@@ -330,64 +375,81 @@ async def test_a_handler_that_returns_closes_its_stream(pair: Pair) -> None:
 # --- Connections ---
 
 
-async def test_connecting_twice_keeps_one_connection(pair: Pair) -> None:
-    await pair.left.connect(pair.right.addresses[0])
-    assert pair.left.connected_peers() == (pair.right.peer_id,)
-    assert pair.left.statistics().connections_open == 1
-    assert pair.news == [(pair.right.peer_id, True)]
+async def test_connecting_twice_keeps_one_connection(two: Pair) -> None:
+    await two.left.connect(two.right.addresses[0])
+    assert two.left.connected_peers() == (two.right.peer_id,)
+    assert two.left.statistics().connections_open == 1
+    assert two.news == [(two.right.peer_id, True)]
 
 
-async def test_disconnecting(pair: Pair) -> None:
-    echo_stream = await pair.left.open_stream(pair.right.peer_id, ECHO)
-    await pair.left.disconnect(pair.right.peer_id)
-    assert pair.left.connected_peers() == ()
-    assert pair.news == [(pair.right.peer_id, True), (pair.right.peer_id, False)]
+async def test_disconnecting(two: Pair) -> None:
+    echo_stream = await two.left.open_stream(two.right.peer_id, ECHO)
+    await two.left.disconnect(two.right.peer_id)
+    assert two.left.connected_peers() == ()
+    assert two.news == [(two.right.peer_id, True), (two.right.peer_id, False)]
     await expect_error(ConnectionLost, lambda: echo_stream.receive_exactly(1))
     await expect_error(ConnectionLost, lambda: echo_stream.send(b"x"))
-    await expect_error(ConnectionLost, lambda: pair.left.open_stream(pair.right.peer_id, ECHO))
-    await eventually(lambda: pair.right.connected_peers() == ())
-    await pair.left.disconnect(pair.right.peer_id)
-    await pair.left.connect(pair.right.addresses[0])
-    assert await ask(await pair.left.open_stream(pair.right.peer_id, ECHO), b"again") == b"again"
-    assert pair.news[2:] == [(pair.right.peer_id, True)]
+    await expect_error(ConnectionLost, lambda: two.left.open_stream(two.right.peer_id, ECHO))
+    await eventually(lambda: two.right.connected_peers() == ())
+    await two.left.disconnect(two.right.peer_id)
+    await two.left.connect(two.right.addresses[0])
+    assert await ask(await two.left.open_stream(two.right.peer_id, ECHO), b"again") == b"again"
+    assert two.news[2:] == [(two.right.peer_id, True)]
 
 
-async def test_the_other_side_disconnects(pair: Pair) -> None:
-    near, far = await pair.held_streams()
+async def test_the_other_side_disconnects(two: Pair) -> None:
+    near, far = await two.held_streams()
     await far.send(b"12345678last")
     await trio.sleep(0.05)
     assert await near.receive_exactly(8) == b"12345678"
-    await pair.right.disconnect(pair.left.peer_id)
-    await eventually(lambda: pair.left.connected_peers() == ())
+    await two.right.disconnect(two.left.peer_id)
+    await eventually(lambda: two.left.connected_peers() == ())
     assert await near.receive_exactly(4) == b"last"  # it had arrived
     await expect_error(ConnectionLost, lambda: near.receive_exactly(1))
 
 
-async def test_callbacks_may_fail(pair: Pair) -> None:
+async def test_callbacks_may_fail(two: Pair) -> None:
     def fail(peer: PeerId, up: bool) -> None:
         raise RuntimeError("a bug")
 
-    pair.right.on_connection(fail)
-    await pair.right.disconnect(pair.left.peer_id)
-    await eventually(lambda: pair.news[-1] == (pair.right.peer_id, False))
+    two.right.on_connection(fail)
+    await two.right.disconnect(two.left.peer_id)
+    await eventually(lambda: two.news[-1] == (two.right.peer_id, False))
 
 
 BAD_ADDRESSES = ["", "junk", "/ip4/127.0.0.1/tcp/1", "/ip4/127.0.0.1/udp/1/quic-v1", "/p2p/x", "x" * 9999]
 
 
 @pytest.mark.parametrize("address", BAD_ADDRESSES)
-async def test_bad_addresses(pair: Pair, address: str) -> None:
-    error = await expect_error(DialFailed, lambda: pair.left.connect(address))
+async def test_bad_addresses(two: Pair, address: str) -> None:
+    error = await expect_error(DialFailed, lambda: two.left.connect(address))
     assert len(str(error)) < 2000
 
 
-async def test_nobody_dials_itself(pair: Pair) -> None:
-    await expect_error(DialFailed, lambda: pair.left.connect(pair.left.addresses[0]))
+async def test_a_node_needs_no_connection_to_itself(pair: Pair) -> None:
+    left = pair.left
+    before = left.statistics()
+    assert await left.connect(left.addresses[0]) == left.peer_id
+    left.serve("/test/self/1", echo, max_streams_per_peer=1)
+    stream = await left.open_stream(left.peer_id, "/test/self/1")
+    assert stream.peer == left.peer_id
+    assert await ask(stream, b"to myself" * 10_000) == b"to myself" * 10_000
+    await left.disconnect(left.peer_id)
+    assert await ask(stream, b"still there") == b"still there"
+    assert left.peer_id not in left.connected_peers()
+    after = left.statistics()
+    assert after.connections_open == before.connections_open
+    assert after.bytes_sent - before.bytes_sent < 10_000  # libp2p introduces itself to its neighbours meanwhile
 
 
-async def test_statistics_count_bytes(pair: Pair) -> None:
-    before = pair.left.statistics()
-    await ask(await pair.left.open_stream(pair.right.peer_id, ECHO), bytes(100_000))
-    after = pair.left.statistics()
+async def test_ones_own_identity_elsewhere_is_another_node(two: Pair) -> None:
+    where = two.right.addresses[0].rpartition("/p2p/")[0]
+    await expect_error(DialFailed, lambda: two.left.connect(f"{where}/p2p/{two.left.peer_id}"))
+
+
+async def test_statistics_count_bytes(two: Pair) -> None:
+    before = two.left.statistics()
+    await ask(await two.left.open_stream(two.right.peer_id, ECHO), bytes(100_000))
+    after = two.left.statistics()
     assert 100_000 < after.bytes_sent - before.bytes_sent < 110_000
     assert 100_000 < after.bytes_received - before.bytes_received < 110_000

@@ -3,6 +3,7 @@
 interface         peers, streams of bytes, and what may go wrong: read this one
 libp2p_host       the interface on TCP, Noise and yamux
 memory            the interface inside one process, with delays, silence and cuts on demand
+loopback          a node's streams to itself, and what is the same of those between two nodes in one process
 limits            every bound of this folder, with its reason
 
 gossip            telling everybody: topics, messages, handlers that judge them

@@ -165,7 +165,7 @@ class Network(Protocol):
         ...
 
     async def open_stream(self, peer: PeerId, protocol: str) -> Stream:
-        """A new stream to a connected peer.
+        """A new stream to a connected peer, or to this node itself, which needs no connection.
 
         Raises ConnectionLost (also: not connected), ProtocolNotSupported, or StreamReset if too many are open; a
         peer that has too many open resets the stream, which may show here or at its first use.
@@ -173,7 +173,8 @@ class Network(Protocol):
         ...
 
     async def connect(self, multiaddr: str) -> PeerId:
-        """Connect to the peer that the address names with `/p2p/`; at once if connected. Raises DialFailed."""
+        """Connect to the peer that the address names with `/p2p/`; at once if connected, or if the address is one of
+        this node's own. Raises DialFailed."""
         ...
 
     async def disconnect(self, peer: PeerId) -> None:

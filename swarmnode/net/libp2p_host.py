@@ -53,6 +53,7 @@ from swarmnode.net.libp2p_adapters import (
     Upgrader,
     tame_libp2p_logging,
 )
+from swarmnode.net.loopback import Courier, Loopback
 from swarmnode.net.muxer import Muxer
 from swarmnode.net.muxer_stream import MuxerStream
 from swarmnode.net.noise_session import NoiseHandshake
@@ -73,16 +74,18 @@ class Libp2pNetwork:
     host: BasicHost
 
     def __init__(self, identity: Identity, nursery: trio.Nursery, network_key: bytes | None) -> None:
+        self.nursery = nursery
+        self.counters = Counters()
         self._identity = identity
-        self._nursery = nursery
-        self._counters = Counters()
         self._gate = HandshakeGate()
-        self._transport = TcpTransport(nursery, self._accept, self._counters, network_key)
-        self._handlers = Handlers(self._counters)
+        self._transport = TcpTransport(nursery, self._accept, self.counters, network_key)
+        self.handlers = Handlers(self.counters)
+        self._courier = Courier()
+        self._loopback = Loopback(self, identity.peer_id, self._courier.carry)
         self._connections: dict[PeerId, list[_Connection]] = {}
         self._news = ConnectionNews()
         self._dialing: dict[PeerId, trio.Lock] = {}
-        upgrader = Upgrader(NoiseHandshake(identity.key_pair), self._admit, self._counters)
+        upgrader = Upgrader(NoiseHandshake(identity.key_pair), self._admit, self.counters)
         self._swarm = _make_swarm(identity, upgrader, self._transport)
         self.host = BasicHost(
             self._swarm,
@@ -108,18 +111,20 @@ class Libp2pNetwork:
         self._news.add(callback)
 
     def statistics(self) -> NetworkStatistics:
-        self._counters.handshakes_pending = self._gate.pending
-        return self._counters.snapshot()
+        self.counters.handshakes_pending = self._gate.pending
+        return self.counters.snapshot()
 
     # --- Streams ---
 
     def serve(self, protocol: str, handler: StreamHandler, *, max_streams_per_peer: int) -> None:
         """See interface.Network."""
-        self._handlers.add(protocol, handler, max_streams_per_peer)
+        self.handlers.add(protocol, handler, max_streams_per_peer)
         self.host.set_stream_handler(TProtocol(protocol), _only_listed)
 
     async def open_stream(self, peer: PeerId, protocol: str) -> MuxerStream:
         """See interface.Network."""
+        if peer == self.peer_id:
+            return await self._loopback.open_stream(protocol)
         connection = self._preferred(peer)
         if connection is None:
             raise ConnectionLost(f"there is no connection to {peer}")
@@ -147,12 +152,12 @@ class Libp2pNetwork:
                 protocol = await multistream.answer(muxed.stream, self.host.get_mux().get_protocols())
         except Exception as error:
             log.debug("stream refused", peer=muxed.stream.peer, reason=str(error))
-            self._counters.streams_refused += 1
+            self.counters.streams_refused += 1
             await muxed.stream.reset()
             return
         muxed.stream.protocol = protocol
-        if protocol in self._handlers:
-            self._nursery.start_soon(self._handlers.run, muxed.stream)
+        if protocol in self.handlers:
+            self.nursery.start_soon(self.handlers.run, muxed.stream)
             return
         try:
             net_stream.set_protocol(protocol)
@@ -167,6 +172,8 @@ class Libp2pNetwork:
         """See interface.Network."""
         peer, address = parse_dial_address(multiaddr)
         if peer == self.peer_id:
+            if multiaddr in self.addresses:
+                return peer
             raise DialFailed(multiaddr, "that is this node's own identity (a copied data folder?)")
         lock = self._dialing.setdefault(peer, trio.Lock())
         try:
@@ -211,7 +218,7 @@ class Libp2pNetwork:
             log.debug("inbound connection failed", address=link.get_remote_address()[0], reason=_root_cause(error))
         finally:
             if not admitted:
-                self._counters.junk_connections += 1
+                self.counters.junk_connections += 1
                 link.close_now()
 
     def _admit(self, peer: PeerId) -> None:
@@ -234,7 +241,7 @@ class Libp2pNetwork:
         self._connections.setdefault(muxer.peer, []).append(connection)
         if len(self._connections[muxer.peer]) == 1:
             self._news.tell(muxer.peer, up=True)
-        self._nursery.start_soon(self._watch, connection)
+        self.nursery.start_soon(self._watch, connection)
         self._bound_peer_store()
 
     def _bound_peer_store(self) -> None:
@@ -275,6 +282,13 @@ class Libp2pNetwork:
                 reason = self._transport.listen_errors.get(str(address), "only TCP addresses are supported")
                 raise ListenFailed(f"cannot listen on {text}: {reason}")
 
+    async def run_loopback(self) -> None:
+        """Carry this node's streams to itself."""
+        self.nursery.start_soon(self._courier.run)
+        while True:
+            await trio.sleep(limits.KEEPALIVE_TICK_SECONDS)
+            self._loopback.check_waits(trio.current_time())
+
     def close_connections(self) -> None:
         for connections in list(self._connections.values()):
             for connection in connections:
@@ -293,6 +307,7 @@ async def open_libp2p_network(
     with without_groups():
         async with trio.open_nursery() as nursery:
             network = Libp2pNetwork(identity, nursery, psk)
+            nursery.start_soon(network.run_loopback)
             try:
                 async with network.host.run(listen_addrs=[]):
                     await network.listen(listen_addresses)

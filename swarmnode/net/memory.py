@@ -16,8 +16,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -33,13 +32,10 @@ from swarmnode.net.interface import (
     DialFailed,
     NetworkStatistics,
     PeerId,
-    ProtocolNotSupported,
     StreamHandler,
-    StreamReset,
 )
+from swarmnode.net.loopback import Frame, LocalEnd, Loopback, join_ends
 from swarmnode.net.muxer_stream import MuxerStream
-
-Frame = Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -137,6 +133,12 @@ class MemoryNetwork:
         self._address = f"/memory/{number}/p2p/{peer_id}"
         self._connections: dict[PeerId, _End] = {}
         self._news = ConnectionNews()
+        to_itself = hub.link(peer_id, peer_id)
+        self._loopback = Loopback(self, peer_id, lambda frame: hub.carry(to_itself, peer_id, frame))
+
+    @property
+    def nursery(self) -> trio.Nursery:
+        return self.hub.nursery
 
     @property
     def peer_id(self) -> PeerId:
@@ -152,6 +154,8 @@ class MemoryNetwork:
 
     async def open_stream(self, peer: PeerId, protocol: str) -> MuxerStream:
         """See interface.Network."""
+        if peer == self.peer_id:
+            return await self._loopback.open_stream(protocol)
         end = self._connections.get(peer)
         if end is None:
             raise ConnectionLost(f"there is no connection to {peer}")
@@ -160,8 +164,10 @@ class MemoryNetwork:
     async def connect(self, multiaddr: str) -> PeerId:
         """See interface.Network."""
         other = self.hub.network(PeerId(multiaddr.rpartition("/p2p/")[2]))
-        if other is None or multiaddr not in other.addresses or other is self:
+        if other is None or multiaddr not in other.addresses:
             raise DialFailed(multiaddr, "nobody listens there")
+        if other is self:
+            return self.peer_id
         link = self.hub.link(self.peer_id, other.peer_id)
         arrived = trio.Event()
         with trio.move_on_after(limits.CONNECT_SECONDS_MAX):
@@ -195,6 +201,7 @@ class MemoryNetwork:
         return self._connections.get(peer)
 
     def check_waits(self, now: float) -> None:
+        self._loopback.check_waits(now)
         for end in list(self._connections.values()):
             end.check_waits(now)
 
@@ -212,130 +219,31 @@ class MemoryNetwork:
 def _connect(dialer: MemoryNetwork, listener: MemoryNetwork) -> None:
     """Both ends of a connection, known to each other before anybody is told."""
     near, far = _End(dialer, listener.peer_id, first_id=1), _End(listener, dialer.peer_id, first_id=2)
-    near.other, far.other = far, near
+    join_ends(near, far)
     dialer.add_connection(near)
     listener.add_connection(far)
 
 
-class _End:
-    """One side of a connection: what MuxerStream needs from its owner (see stream_owner.StreamOwner)."""
+class _End(LocalEnd):
+    """One side of a connection between two peers."""
 
     other: _End
 
     def __init__(self, network: MemoryNetwork, peer: PeerId, first_id: int) -> None:
-        self.peer = peer
-        self.turn = trio.Lock()
-        self.push_lock = threading.RLock()
-        self.writable = True
+        link = network.hub.link(network.peer_id, peer)
+        super().__init__(network, peer, first_id, lambda frame: network.hub.carry(link, peer, frame))
         self._network = network
-        self._hub = network.hub
-        self._link = network.hub.link(network.peer_id, peer)
-        self._next_id = first_id
-        self._streams: dict[int, MuxerStream] = {}
-        self._reason: str | None = None
-
-    async def open_stream(self, protocol: str) -> MuxerStream:
-        stream = self._add(self._next_id, protocol)
-        self._next_id += 2
-        served: list[bool] = []
-        answered = trio.Event()
-
-        def answer(accepted: bool) -> None:
-            served.append(accepted)
-            answered.set()
-
-        self._send(lambda other: other.on_open(stream.stream_id, protocol, answer))
-        try:
-            with trio.move_on_after(limits.OPEN_STREAM_SECONDS_MAX):
-                await answered.wait()
-        finally:
-            if served != [True]:
-                await stream.reset()
-        if served == [False]:
-            raise ProtocolNotSupported(f"{self.peer} does not serve {protocol}")
-        if not served or self._reason is not None:
-            raise ConnectionLost(self._reason or f"{self.peer} did not answer")
-        return stream
-
-    def on_open(self, stream_id: int, protocol: str, answer: Callable[[bool], None]) -> None:
-        """The other side opened a stream."""
-        accepted = protocol in self._network.handlers
-        self._send(lambda _: answer(accepted))
-        if accepted:
-            self._hub.nursery.start_soon(self._network.handlers.run, self._add(stream_id, protocol))
-        else:
-            self._network.counters.streams_refused += 1
 
     def end(self, reason: str) -> None:
         """Both sides lose the connection, at once."""
         for side in (self, self.other):
-            if side._reason is None:
-                side._reason = reason
-                for stream in list(side._streams.values()):
-                    stream.fail(ConnectionLost, f"the connection to {side.peer} is lost: {reason}")
+            if side.lost is None:
+                side.lose(reason)
                 side._network.remove_connection(side)
 
-    def check_waits(self, now: float) -> None:
-        for stream in list(self._streams.values()):
-            stream.check_waits(now)
-
-    def send_data_from_thread(self, stream_id: int, data: bytes) -> bool:
-        """Never: what happens here happens in one thread, so that a run repeats exactly."""
-        return False
-
-    def _add(self, stream_id: int, protocol: str) -> MuxerStream:
-        stream = self._streams[stream_id] = MuxerStream(self, stream_id, self.peer)
-        stream.protocol = protocol
-        self._network.counters.streams_open += 1
-        return stream
-
-    def _send(self, action: Callable[[_End], None]) -> None:
-        """Do `action` with the other end when the frame arrives there; a connection's frames die with it."""
-
-        def arrive() -> None:
-            if self._reason is None:
-                action(self.other)
-
-        if self._reason is None:
-            self._hub.carry(self._link, self.peer, arrive)
-
-    def _send_to_stream(self, stream_id: int, action: Callable[[MuxerStream], object]) -> None:
-        def act(other: _End) -> None:
-            stream = other._streams.get(stream_id)
-            if stream is not None:
-                action(stream)
-
-        self._send(act)
-
-    # --- StreamOwner ---
-
-    async def drained(self) -> None:
-        return
-
-    def send_data(self, stream_id: int, data: bytes | bytearray | memoryview) -> None:
-        copy = bytes(data)
-        self._network.counters.bytes_sent += len(copy)
-        self.other._network.counters.bytes_received += len(copy)
-        self._send_to_stream(stream_id, lambda stream: stream.deliver(memoryview(copy)))
-
-    def grant(self, stream_id: int, n: int) -> None:
-        self._send_to_stream(stream_id, lambda stream: stream.receive_credit(n))
-
-    def send_end(self, stream_id: int) -> None:
-        self._send_to_stream(stream_id, lambda stream: stream.end())
-
-    def send_reset(self, stream_id: int) -> None:
-        self._send_to_stream(stream_id, lambda stream: stream.fail(StreamReset, "the peer reset the stream"))
-
-    def extend_window(self, window: int, goal: int) -> int:
-        return max(window, min(goal, limits.WINDOW_BYTES_MAX))
-
-    def account(self, n: int) -> None:
-        return
-
-    def forget(self, stream: MuxerStream) -> None:
-        del self._streams[stream.stream_id]
-        self._network.counters.streams_open -= 1
+    def count_bytes(self, n: int) -> None:
+        self._network.counters.bytes_sent += n
+        self.other._network.counters.bytes_received += n
 
 
 @asynccontextmanager
