@@ -26,6 +26,7 @@ from swarmnode.member_messages import WIRE_VERSION, Hello
 from swarmnode.models import Models, OpenModel
 from swarmnode.net.interface import Network
 from swarmnode.paths import Paths
+from swarmnode.pinger import serve_pings
 from swarmnode.shards.service import ServedModel, ShardService
 from swarmnode.shards.store import ShardCache
 from swarmnode.status import LeaderStatus, NodeFacts, WorkerStatus
@@ -53,6 +54,7 @@ class NamedLeader(_NamedNode):
     def __init__(self, network: Network, config: Config, paths: Paths, threads: int) -> None:
         self.models = Models(paths.models)
         self.leader: Leader = Leader(network, self.models, config, threads, paths.data / "term")
+        serve_pings(network)
         ShardService(self._find).register(network)
         device = Device(config.compute.device, threads=threads)
         facts = NodeFacts.of(config, device.name, device.info.description, threads, 0)
@@ -110,6 +112,7 @@ class NamedWorker(_NamedNode):
             )
 
         cache = await trio.to_thread.run_sync(ShardCache, paths.shards, disk)
+        serve_pings(network)
         worker = Worker(network, config.swarm.leader, hello, cache, budget, compute.make)
         return cls(worker, WorkerStatus(network, worker, facts), Models(paths.models))
 

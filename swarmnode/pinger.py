@@ -1,7 +1,8 @@
 """Pings: each side asks the other twice a second, since a suspended peer's sockets look perfectly alive.
 
-/swarmnode/ping/1 echoes small frames on one stream. `PeerWatch` keeps such a stream to each watched peer, feeds one
-FailureDetector and reports its verdicts. A lost connection is not its business: streams break by themselves then.
+/swarmnode/ping/1 echoes small frames on one stream; `serve_pings` answers for a node. `PeerWatch` keeps such a stream
+to each watched peer, feeds one FailureDetector and reports its verdicts. A lost connection is not its business: streams
+break by themselves then.
 """
 
 from __future__ import annotations
@@ -44,8 +45,16 @@ async def _echo(stream: Stream) -> None:
             await stream.send(encode_frame([number]))
 
 
+def serve_pings(network: Network) -> None:
+    """Answer the pings of whoever is connected. Once for each node."""
+    network.serve(PROTOCOL, _echo, max_streams_per_peer=limits.PING_STREAMS_PER_PEER_MAX)
+
+
 class PeerWatch:
-    """Watches peers; `on_state` hears of every change. Run `run` in a nursery; everything is on the event loop."""
+    """Watches peers; `on_state` hears of every change. Run `run` in a nursery; everything is on the event loop.
+
+    This node itself may be among them: it always answers.
+    """
 
     def __init__(self, network: Network, on_state: OnState = _ignore) -> None:
         self._network = network
@@ -53,7 +62,6 @@ class PeerWatch:
         self._detector = FailureDetector(trio.current_time())
         self._scopes: dict[PeerId, trio.CancelScope] = {}
         self._nursery: trio.Nursery | None = None
-        network.serve(PROTOCOL, _echo, max_streams_per_peer=limits.PING_STREAMS_PER_PEER_MAX)
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
@@ -70,6 +78,8 @@ class PeerWatch:
         self.unwatch(peer)
         if self._nursery is None:
             raise RuntimeError("PeerWatch.run has not started")
+        if peer == self._network.peer_id:
+            return
         self._detector.add(peer, trio.current_time())
         scope = self._scopes[peer] = trio.CancelScope()
         self._nursery.start_soon(self._watch, peer, scope)
@@ -80,11 +90,13 @@ class PeerWatch:
             scope.cancel()
 
     def state(self, peer: PeerId) -> PeerState:
+        if peer == self._network.peer_id:
+            return PeerState.ALIVE
         return self._detector.state(peer, trio.current_time())
 
     def rtt_ms(self, peer: PeerId) -> float | None:
         """Smoothed round trip in milliseconds, None before the first."""
-        seconds = self._detector.rtt_s(peer)
+        seconds = 0.0 if peer == self._network.peer_id else self._detector.rtt_s(peer)
         return None if seconds is None else round(seconds * 1e3, 3)
 
     async def _watch(self, peer: PeerId, scope: trio.CancelScope) -> None:

@@ -30,7 +30,7 @@ from swarmnode.member_messages import PROTOCOL as MEMBER
 from swarmnode.member_messages import WIRE_VERSION, Assign, Begin, Hello, Phase, Progress, decode_from_leader, encode
 from swarmnode.net.interface import Network, NetworkError, PeerId, Stream, StreamReset
 from swarmnode.net.libp2p_host import Libp2pNetwork, open_libp2p_network
-from swarmnode.pinger import PeerWatch
+from swarmnode.pinger import serve_pings
 from swarmnode.wire import encode_frame, read_frame
 
 
@@ -168,7 +168,7 @@ class FakeWorker:
 
     def __post_init__(self) -> None:
         self.network.serve(EXPERTS, self._experts, max_streams_per_peer=8)
-        PeerWatch(self.network)  # answers pings
+        serve_pings(self.network)
 
     async def run(self) -> None:
         """One stay, until the stream breaks."""

@@ -29,6 +29,7 @@ from swarmnode.model_check import CheckReport
 from swarmnode.named_swarm import NamedLeader
 from swarmnode.net.memory import open_memory_hub
 from swarmnode.paths import find_paths
+from swarmnode.pinger import serve_pings
 from swarmnode.shards.store import ShardCache
 from swarmnode.status import NodeFacts, WorkerStatus
 from swarmnode.worker.service import Worker
@@ -77,6 +78,7 @@ async def _collect_answers(folder: Path) -> Answers:
             node = NamedLeader(at_leader, config, find_paths(folder), 1)
             leader = node.leader
             views.append(await node.status())
+            serve_pings(at_worker)
             worker = _worker(at_worker, at_leader.addresses[0], folder / "cache")
             worker_status = WorkerStatus(at_worker, worker, facts)
             views.append(await worker_status.view())
@@ -147,8 +149,8 @@ def test_documented_keys_of_long_commands_are_in_their_source(command: str) -> N
 
 
 def test_errors_and_their_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
-    for module in ("swarmnode.daemon", "swarmnode.swarm.commands", "scheduler.term_guard"):  # all that have some
-        import_module(module)
+    for module in ("daemon", "swarm.commands", "backbone.leader_watch", "backbone.election_service"):  # all that have some
+        import_module(f"swarmnode.{module}")
     table = {cells[0].strip("`"): cells[-1] for cells in rows(section("status.md", "Errors"))}
     del table["type"]
     kinds = {kind.type: kind for kind in reversed(_all_subclasses(SwarmError))}

@@ -15,7 +15,7 @@ from capabilities.errors import NotReady, PeerMistake, SwarmError
 from swarmnode import limits
 from swarmnode.leader.members import Member, Members
 from swarmnode.member_messages import PROTOCOL, Assign, Begin, Policy, Refuse, decode_from_leader, encode
-from swarmnode.net.interface import PeerId, Stream, StreamClosed
+from swarmnode.net.interface import NetworkError, PeerId, ProtocolNotSupported, Stream, StreamClosed
 from swarmnode.net.memory import MemoryHub, MemoryNetwork, open_memory_hub
 from swarmnode.wire import read_frame
 from tests.fault_tools import hello
@@ -117,6 +117,21 @@ async def test_a_member_that_drains_says_so_and_may_think_better_of_it(autojump_
             assert member.draining is draining
             assert [event for event, _ in made.news] == ["joined", *["spoke"] * (1 if number < 3 else 2)]
         assert member.stream_up
+
+
+async def test_who_leads_no_more_lets_its_members_go(autojump_clock: MockClock) -> None:
+    async with lab(private=False) as (made, members):
+        streams = [await made.join() for _ in range(2)]
+        members.unregister()
+        for stream in streams:
+            with pytest.raises(NetworkError):
+                await stream.receive_exactly(1)
+        assert (members.present(), [event for event, _ in made.news[2:]]) == ([], ["left", "left"])
+        with pytest.raises(ProtocolNotSupported):
+            await made.join()
+        members.register()  # elected again
+        await made.join()
+        assert len(members.present()) == 1
 
 
 @pytest.mark.parametrize("message", [hello("w"), Begin(1, 1), Assign(1, 1, "m", "0" * 64, ("a",), {}),

@@ -29,7 +29,7 @@ from swarmnode.member_messages import (
 )
 from swarmnode.net.interface import Stream
 from swarmnode.net.memory import MemoryHub, MemoryNetwork, open_memory_hub
-from swarmnode.pinger import PeerWatch
+from swarmnode.pinger import serve_pings
 from swarmnode.shards.service import ServedModel, ShardService
 from swarmnode.shards.store import ShardCache
 from swarmnode.wire import encode_frame, read_frame
@@ -117,7 +117,7 @@ async def lab(folder: Path, *, budget: int = 1 << 30, joined: bool = True) -> As
         leader, network = hub.join(), hub.join()
         served = ServedModel(MODEL.manifest, MODEL.manifest.to_bytes(), MODEL)
         ShardService({MODEL.manifest.id: served}.get).register(leader)
-        PeerWatch(leader)  # answers pings
+        serve_pings(leader)
         backends: list[FakeBackend] = []
 
         def make_backend() -> FakeBackend:

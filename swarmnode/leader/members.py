@@ -129,6 +129,12 @@ class Members:
     def register(self) -> None:
         self._network.serve(PROTOCOL, self._handle, max_streams_per_peer=limits.MEMBER_STREAMS_PER_PEER_MAX)
 
+    def unregister(self) -> None:
+        """This node leads no more: every stay ends, and nobody is let in."""
+        self._network.unserve(PROTOCOL)
+        for member in self.present():
+            self._end(member, "this node leads no more")
+
     def present(self) -> list[Member]:
         return [member for member in self.by_peer.values() if member.stream_up]
 

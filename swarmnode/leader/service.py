@@ -135,13 +135,20 @@ class Leader:
             await nursery.start(self.members.watch.run)
             self.members.register()
             self._streams.register(self._network)
-            while True:
-                self.opened = opened = await self._wait_for_model()
-                try:
-                    await self._serve(opened)
-                finally:
-                    self.opened = None
-                    opened.close()
+            try:
+                await self._lead()
+            finally:
+                self._streams.unregister(self._network)
+                self.members.unregister()
+
+    async def _lead(self) -> None:
+        while True:
+            self.opened = opened = await self._wait_for_model()
+            try:
+                await self._serve(opened)
+            finally:
+                self.opened = None
+                opened.close()
 
     async def _wait_for_model(self) -> OpenModel:
         while True:
