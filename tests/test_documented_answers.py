@@ -149,7 +149,7 @@ def test_documented_keys_of_long_commands_are_in_their_source(command: str) -> N
 
 
 def test_errors_and_their_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
-    for module in ("daemon", "swarm.commands", "backbone.leader_watch", "backbone.election_service"):  # all that have some
+    for module in ("daemon", "swarm.commands", "backbone.leader_watch", "backbone.election_service"):  # all with some
         import_module(f"swarmnode.{module}")
     table = {cells[0].strip("`"): cells[-1] for cells in rows(section("status.md", "Errors"))}
     del table["type"]

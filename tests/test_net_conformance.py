@@ -311,6 +311,7 @@ async def test_a_protocol_is_served_once(pair: Pair) -> None:
 
 async def test_what_is_served_no_more_goes_on_where_it_was_open(pair: Pair) -> None:
     old = await pair.left.open_stream(pair.right.peer_id, ECHO)
+    assert await ask(old, b"open") == b"open"
     pair.right.unserve(ECHO)
     pair.right.unserve("/test/none/1")
     await expect_error(ProtocolNotSupported, lambda: pair.left.open_stream(pair.right.peer_id, ECHO))
