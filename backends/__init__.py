@@ -7,6 +7,7 @@ A model's file
     manifest         a model by content: trunk, experts, programs, hashes (canonical reads it from a peer)
     expert_source    experts' bytes out of the model's own file, and their hashes
     add_model        from a file to a folder that can be served, in a child process (child, learn)
+    check_trunk      a trunk that came from other peers, before the daemon loads it
     atomic_file      files that are complete or absent
 
 Experts

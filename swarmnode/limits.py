@@ -130,6 +130,13 @@ SHARD_BACKOFF_SECONDS_MIN: Final = 0.25
 SHARD_BACKOFF_SECONDS_MAX: Final = 8.0
 """A source that failed is left alone for the minimum, doubled with every further failure, up to the maximum."""
 
+MANIFESTS_KEPT_MAX: Final = 8
+"""Manifests kept for what is in the cache: more models than a swarm goes through before their experts are evicted. Of
+16 MiB each at most, usually of one."""
+
+SERVED_MODELS_OPEN_MAX: Final = 4
+"""Models whose files are open to serve from. The active one, its successor, and two for who is behind."""
+
 # --- Prompt: asker to leader ------------------------------------------------------------------------------------------
 
 REQUEST_TEXT_BYTES_MAX: Final = 2 * MIB

@@ -2,11 +2,17 @@
 
 A model's own files stay where they are; the folder has its trunk, its manifest and where the source is. A source that
 changed since (size or time) is an error that says so, never different numbers.
+
+A model may also come from the swarm: then it has no files of its own, and its experts are those in this node's cache.
+While it is fetched it lies in a draft, a hidden folder that becomes the model's when everything is there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -27,35 +33,47 @@ from backends.gguf_file import GGUFFile
 from backends.manifest import Manifest
 from capabilities.errors import BadModelFile, Internal, ModelNotFound, PeerMistake, SwarmError, UsageError
 from swarmnode.shards.service import ServedModel
+from swarmnode.shards.store import CachedExperts, ShardCache
 
 _log = structlog.get_logger(__name__)
 
 MODELS_MAX: Final = 64
 ADD_SECONDS_MAX: Final = 6 * 3600.0
+FETCHED: Final = "fetched"
+"""An empty file in place of SOURCE: the model came from the swarm."""
+
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_DRAFT: Final = ".fetch-"
 
 OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass(eq=False)
 class OpenModel:
-    """A model that is served: its manifest, where its trunk is, and its experts' bytes."""
+    """A model that is served: its manifest, where its trunk is, and its experts' bytes.
+
+    `gguf` is its own file; None: it came from the swarm, and `served.source` has the experts that are in the cache.
+    """
 
     manifest: Manifest
     trunk: Path
-    gguf: GGUFFile
+    gguf: GGUFFile | None
     served: ServedModel
 
     def close(self) -> None:
-        self.gguf.close()
+        if self.gguf is not None:
+            self.gguf.close()
 
 
 class Models:
     """The folder of models. Methods block for some milliseconds unless they are async."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cache: ShardCache | None = None) -> None:
+        """`cache`: where the experts of models from the swarm are; without one those are listed and not opened."""
         self._folder = folder
+        self._cache = cache
         self._adding: set[str] = set()
+        self._ids: dict[str, tuple[tuple[int, int], str]] = {}  # by name: which file was hashed, and its hash
 
     def names(self) -> list[str]:
         """The models' names, sorted. A folder without a manifest is none: `add` writes it last."""
@@ -77,35 +95,129 @@ class Models:
         except PeerMistake as error:
             raise ModelNotFound(f"the manifest of {name} is damaged: {error.message}", hint="Add it again.") from None
 
+    def ids(self) -> dict[str, str]:
+        """The manifest's id of every model, by name."""
+        return {name: manifest_id for name in self.names() if (manifest_id := self._id(name))}
+
+    def find(self, manifest_id: str) -> str | None:
+        """The name of the model with this manifest; of several, the first."""
+        return next((name for name, found in self.ids().items() if found == manifest_id), None)
+
+    def _id(self, name: str) -> str | None:
+        path = self._folder / name / MANIFEST
+        try:
+            status = path.stat()
+            known = self._ids.get(name)
+            if known is None or known[0] != (status.st_ino, status.st_mtime_ns):
+                known = ((status.st_ino, status.st_mtime_ns), hashlib.sha256(path.read_bytes()).hexdigest())
+                self._ids[name] = known
+        except OSError:  # removed meanwhile
+            return None
+        return known[1]
+
+    def trunk_bytes(self) -> int:
+        """What the trunks of all models and drafts take on the disk."""
+        total = 0
+        for file in self._folder.glob(f"*/{TRUNK}*"):
+            with contextlib.suppress(OSError):  # removed meanwhile
+                total += file.stat().st_blocks * 512
+        return total
+
     def summaries(self) -> list[dict[str, Any]]:
         """`show` of every model."""
         return [self.show(name) for name in self.names()]
 
     def show(self, name: str) -> dict[str, Any]:
-        """What `model show` prints; `fault` tells if the source is missing or changed."""
+        """What `model show` prints; `fault` tells if the source or the trunk is missing or changed."""
         fault: str | None = None
         files: list[dict[str, Any]] = []
-        manifest = self.manifest(name)
+        manifest, fetched = self.manifest(name), self._is_fetched(name)
         try:
-            files = self._files(name)
-            self._check_source(name, files)
+            self._check_trunk(name, manifest)
+            if not fetched:
+                files = self._files(name)
+                self._check_source(name, files)
         except SwarmError as error:
             fault = error.message
-        return {**summary(manifest), "files": [f.get("path") for f in files], "fault": fault}
+        shown = {**summary(manifest), "name": name, "source": "swarm" if fetched else "file"}
+        return {**shown, "files": [f.get("path") for f in files], "fault": fault}
 
     def open(self, name: str) -> OpenModel:
         """Open a model to serve it.
 
         Raises:
             ModelNotFound: no such model.
-            BadModelFile: its source is missing or changed.
+            BadModelFile: its source or its trunk is missing or changed.
         """
-        manifest = self.manifest(name)
+        manifest, trunk = self.manifest(name), self._folder / name / TRUNK
+        self._check_trunk(name, manifest)
+        if self._is_fetched(name):
+            if self._cache is None:
+                raise ModelNotFound(f"the model {name} came from the swarm, and this node keeps no experts of it")
+            cached = CachedExperts(self._cache, manifest)
+            return OpenModel(manifest, trunk, None, ServedModel(manifest, manifest.to_bytes(), cached, trunk))
         files = self._files(name)
         self._check_source(name, files)
         gguf = GGUFFile.open(Path(files[0]["path"]))
-        served = ServedModel(manifest, manifest.to_bytes(), GGUFExpertSource(gguf, manifest))
-        return OpenModel(manifest, self._folder / name / TRUNK, gguf, served)
+        served = ServedModel(manifest, manifest.to_bytes(), GGUFExpertSource(gguf, manifest), trunk)
+        return OpenModel(manifest, trunk, gguf, served)
+
+    # -- models from the swarm ----------------------------------------------------------------------------------
+
+    def begin_draft(self, manifest: Manifest) -> Path:
+        """The folder to fetch a model's trunk to, with its manifest in it. Drafts of other models are dropped.
+
+        OSError if the disk does not take it.
+        """
+        folder = self._folder / f"{_DRAFT}{manifest.id}"
+        for other in self._folder.glob(f"{_DRAFT}*"):
+            if other != folder:
+                shutil.rmtree(other, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MANIFEST).write_bytes(manifest.to_bytes())
+        return folder
+
+    def drafted(self, manifest_id: str) -> Manifest | None:
+        """The manifest of a draft that an earlier attempt left."""
+        try:
+            data = (self._folder / f"{_DRAFT}{manifest_id}" / MANIFEST).read_bytes()
+            return Manifest.from_bytes(data) if hashlib.sha256(data).hexdigest() == manifest_id else None
+        except (OSError, PeerMistake):
+            return None
+
+    def finish_draft(self, manifest: Manifest) -> str:
+        """Make a model of a draft whose trunk is there and was checked; returns its name here.
+
+        That is the manifest's name, unless it is taken. Raises UsageError if there are too many models.
+        """
+        folder = self._folder / f"{_DRAFT}{manifest.id}"
+        clean = _clean_name(manifest.name)
+        taken = clean in self._adding or (self._folder / clean).exists()
+        name = self._choose_name(folder, f"{clean[:54]}-{manifest.id[:8]}" if taken else clean)
+        (folder / FETCHED).touch()
+        for entry in (folder / MANIFEST, folder):
+            descriptor = os.open(entry, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        folder.rename(self._folder / name)
+        return name
+
+    def _is_fetched(self, name: str) -> bool:
+        return (self._folder / name / FETCHED).is_file()
+
+    def _check_trunk(self, name: str, manifest: Manifest) -> None:
+        path = self._folder / name / TRUNK
+        size = path.stat().st_size if path.is_file() else None
+        if size != manifest.trunk.size:
+            raise BadModelFile(
+                f"the trunk of model {name} is {'gone' if size is None else 'damaged'}: {path}",
+                hint="Remove the model, then add or fetch it again.",
+                path=str(path),
+            )
+
+    # -- models from files --------------------------------------------------------------------------------------
 
     def _files(self, name: str) -> list[dict[str, Any]]:
         try:
@@ -153,7 +265,7 @@ class Models:
 
     def _choose_name(self, path: Path, name: str | None) -> str:
         stem = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
-        chosen = name or re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:63] or "model"
+        chosen = name or _clean_name(stem)
         if not _NAME.fullmatch(chosen):
             raise UsageError(f"{chosen!r} is no name for a model", hint="Use letters, digits, dots and dashes.")
         if chosen in self._adding or chosen in self.names():
@@ -163,6 +275,11 @@ class Models:
         if len(self.names()) >= MODELS_MAX:
             raise UsageError(f"this node knows {MODELS_MAX} models already", hint="Remove one first.")
         return chosen
+
+
+def _clean_name(text: str) -> str:
+    """A name for a model that is like `text`."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:63] or "model"
 
 
 async def run_child(command: list[str], file: str, progress: OnProgress) -> dict[str, Any]:

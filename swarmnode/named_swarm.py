@@ -1,7 +1,7 @@
 """A fixed set of machines: the configuration names the leader, nobody is elected, and anybody who knows it may join.
 
     leader:  shards, status, pings, model, decode thread, placement, prompts
-    worker:  status, pings, membership, loading, experts
+    worker:  shards, status, pings, membership, loading, experts
 
 Benchmarks use it, and whoever wants a leader that never changes. Each node is what its commands need, too
 (handlers.Services).
@@ -23,11 +23,12 @@ from swarmnode.config import Config
 from swarmnode.leader.service import Leader
 from swarmnode.machine import machine_name
 from swarmnode.member_messages import WIRE_VERSION, Hello
-from swarmnode.models import Models, OpenModel
+from swarmnode.models import Models
 from swarmnode.net.interface import Network
 from swarmnode.paths import Paths
 from swarmnode.pinger import serve_pings
-from swarmnode.shards.service import ServedModel, ShardService
+from swarmnode.shards.service import ShardService
+from swarmnode.shards.serving import Serving
 from swarmnode.shards.store import ShardCache
 from swarmnode.status import LeaderStatus, NodeFacts, WorkerStatus
 from swarmnode.version import VERSION
@@ -55,7 +56,7 @@ class NamedLeader(_NamedNode):
         self.models = Models(paths.models)
         self.leader: Leader = Leader(network, self.models, config, threads, paths.data / "term")
         serve_pings(network)
-        ShardService(self._find).register(network)
+        ShardService(Serving(self.models, None).find).register(network)
         device = Device(config.compute.device, threads=threads)
         facts = NodeFacts.of(config, device.name, device.info.description, threads, 0)
         self._view = LeaderStatus(network, self.leader, facts)
@@ -73,10 +74,6 @@ class NamedLeader(_NamedNode):
 
     async def run(self) -> None:
         await self.leader.run()
-
-    def _find(self, manifest_id: str) -> ServedModel | None:
-        opened: OpenModel | None = self.leader.opened
-        return opened.served if opened is not None and opened.manifest.id == manifest_id else None
 
 
 class NamedWorker(_NamedNode):
@@ -113,8 +110,10 @@ class NamedWorker(_NamedNode):
 
         cache = await trio.to_thread.run_sync(ShardCache, paths.shards, disk)
         serve_pings(network)
+        models = Models(paths.models, cache)
+        ShardService(Serving(models, cache).find).register(network)
         worker = Worker(network, config.swarm.leader, hello, cache, budget, compute.make)
-        return cls(worker, WorkerStatus(network, worker, facts), Models(paths.models))
+        return cls(worker, WorkerStatus(network, worker, facts), models)
 
     @property
     def asker(self) -> Asker:

@@ -15,12 +15,13 @@ from typing import Any
 import structlog
 import trio
 
+from backends.check_trunk import check_layers
 from backends.device import Device
 from backends.learn import run_once
 from backends.llama import LlamaModel, LlamaSettings
 from backends.manifest import Manifest
-from backends.moe_hook import LearnedLayer, LearningHook, PartialSumHook, ServingHook
-from capabilities.errors import BadModelFile, NotReady, SwarmError
+from backends.moe_hook import LearningHook, PartialSumHook, ServingHook
+from capabilities.errors import NotReady, SwarmError
 from scheduler.answer import Vocabulary
 from scheduler.batching import Batcher
 from swarmnode.asker import only
@@ -82,7 +83,6 @@ class Leader:
     def __init__(self, network: Network, models: Models, config: Config, threads: int, term_file: Path) -> None:
         self.term = next_counter(term_file)
         self.active: ActiveModel | None = None
-        self.opened: OpenModel | None = None
         self.reason = "a model to serve: `swarmctl model add FILE`"
         self.members = Members(network, self._joined, self._progressed, self._left, self._spoke)
         self._network = network
@@ -143,11 +143,10 @@ class Leader:
 
     async def _lead(self) -> None:
         while True:
-            self.opened = opened = await self._wait_for_model()
+            opened = await self._wait_for_model()
             try:
                 await self._serve(opened)
             finally:
-                self.opened = None
                 opened.close()
 
     async def _wait_for_model(self) -> OpenModel:
@@ -240,7 +239,7 @@ class Leader:
         try:
             run_once(model)
             model.clear_all()
-            _check_layers(opened.manifest, learning.layers)
+            check_layers(opened.manifest, learning.layers)
             hook = ServingHook if config.combine == "router-order" else PartialSumHook
             model.hook = hook(learning.layers.values(), remote)
         except BaseException:
@@ -280,14 +279,3 @@ class Leader:
             "cancelled": s.cancelled,
             "tokens": s.tokens,
         }
-
-
-def _check_layers(manifest: Manifest, learned: dict[int, LearnedLayer]) -> None:
-    """The trunk must dispatch exactly what the manifest says: the programs are what workers run."""
-    for layer in manifest.layers:
-        found = learned.get(layer.layer)
-        if found is None or found.program.to_bytes() != manifest.programs[layer.program]:
-            raise BadModelFile(
-                f"layer {layer.layer} of the trunk does not match the manifest of {manifest.name}",
-                hint="Remove the model and add it again: it was added by another version.",
-            )

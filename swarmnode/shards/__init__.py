@@ -5,5 +5,6 @@ service      answers: from a model's own file, or from any other source
 fetch        asks for manifests and experts: several sources, resumable
 trunk        asks for a trunk, by pieces
 lanes        a fetch at work (fetch_plan decides who fetches what)
-store        the cache on disk, one file an expert, within a budget
+store        the cache on disk, one file an expert, within a budget (manifests: of which models they are)
+serving      what this node has for others: models, and the cache
 """

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import structlog
 import trio
@@ -26,6 +26,8 @@ from swarmnode.shards.messages import PROTOCOL, ExpertRange, TrunkRange, decode_
 from swarmnode.wire import read_frame
 
 _log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 
 class ServedModel(NamedTuple):
@@ -50,7 +52,7 @@ class ShardServiceStatistics:
 
 
 class ShardService:
-    """Answers for the models that `find(manifest id)` knows at the moment of a request."""
+    """Answers for the models that `find(manifest id)` knows at the moment of a request. `find` runs in a thread."""
 
     def __init__(self, find: Callable[[str], ServedModel | None]) -> None:
         self._find = find
@@ -90,7 +92,7 @@ class ShardService:
     async def _answer(self, stream: Stream, header: object) -> None:
         try:
             request = decode_request(header)
-            model = self._find(request.model)
+            model = await self._in_thread(lambda: self._find(request.model))
             if model is None:
                 raise ModelNotFound(f"this peer has no model with the manifest {request.model[:16]}")
             if request.wanted is None:
@@ -126,21 +128,21 @@ class ShardService:
             return encode_chunk(offset, end, data)
 
         for offset in range(begin, end, limits.SHARD_CHUNK_BYTES):
-            chunk = None
-            with trio.move_on_after(limits.SHARD_READ_WAIT_SECONDS_MAX):
-                # Abandoned rather than awaited: a disk that hangs holds its thread and its turn, not this handler.
-                # (The stubs that trio-typing brings are older than this argument.)
-                chunk = await trio.to_thread.run_sync(
-                    framed,
-                    offset,
-                    abandon_on_cancel=True,
-                    limiter=self._reads,  # type: ignore[call-arg]
-                )
-            if chunk is None:
-                raise Overloaded("this peer's disk is too slow at the moment")
+            chunk = await self._in_thread(partial(framed, offset))
             with trio.fail_after(limits.SEND_SECONDS_MAX):
                 await stream.send(chunk)
             self.statistics.bytes_sent += len(chunk)
+
+    async def _in_thread(self, read: Callable[[], T]) -> T:
+        with trio.move_on_after(limits.SHARD_READ_WAIT_SECONDS_MAX):
+            # Abandoned rather than awaited: a disk that hangs holds its thread and its turn, not this handler.
+            # (The stubs that trio-typing brings are older than this argument.)
+            return await trio.to_thread.run_sync(
+                read,
+                abandon_on_cancel=True,
+                limiter=self._reads,  # type: ignore[call-arg]
+            )
+        raise Overloaded("this peer's disk is too slow at the moment")
 
     async def _refuse(self, stream: Stream, error: SwarmError) -> None:
         self.statistics.refused += 1

@@ -88,11 +88,25 @@ class ShardCache:
         self._kept: Counter[bytes] = Counter()
         self._entries: dict[bytes, _Entry] = {}  # ordered by last use
         self._used_bytes = 0
+        self._reserved_bytes = 0
         with self._disk_errors():
             root.mkdir(parents=True, exist_ok=True)
             for _, digest, size, complete in sorted(self._scan()):
                 self._entries[digest] = _Entry(size, complete)
                 self._used_bytes += size
+
+    def reserve(self, nbytes: int) -> None:
+        """Leave so many bytes of the budget to other files (trunks), evicting what may go.
+
+        Raises CacheError, and reserves what was reserved before, if that is not enough.
+        """
+        with self._lock:
+            before, self._reserved_bytes = self._reserved_bytes, nbytes
+            try:
+                self._make_room(0, b"")
+            except CacheError:
+                self._reserved_bytes = before
+                raise
 
     def statistics(self) -> CacheStatistics:
         """A consistent snapshot; cheap."""
@@ -205,11 +219,12 @@ class ShardCache:
                 yield stat.st_atime_ns, bytes.fromhex(name), stat.st_size, file.name == name
 
     def _make_room(self, more_bytes: int, digest: bytes) -> None:
-        while self._used_bytes + more_bytes > self.budget_bytes:
+        while self._used_bytes + more_bytes > self.budget_bytes - self._reserved_bytes:
             if not self._evict_one(digest):
+                trunks = f" and {self._reserved_bytes} by trunks" if self._reserved_bytes else ""
                 raise CacheError(
                     f"an expert needs {more_bytes} bytes; of the cache's budget of {self.budget_bytes} bytes "
-                    f"{self._used_bytes} are taken by experts that may not be evicted",
+                    f"{self._used_bytes} are taken by experts that may not be evicted{trunks}",
                     path=str(self.root),
                 )
 

@@ -19,6 +19,7 @@ from swarmnode.expert_messages import HeldLayer
 from swarmnode.member_messages import Assign, Phase
 from swarmnode.net.interface import Network, PeerId
 from swarmnode.shards.fetch import fetch_experts, fetch_manifest
+from swarmnode.shards.manifests import ManifestStore
 from swarmnode.shards.store import ShardCache, layer_reader
 from swarmnode.worker.epochs import Epochs, ExpertSet
 
@@ -43,7 +44,7 @@ class Loader:
         self._budget_bytes = memory_budget_bytes
         self._make_backend = make_backend
         self._turn = trio.Lock()
-        self.manifests: dict[str, Manifest] = {}
+        self._manifests = ManifestStore(cache.root)
 
     async def load(self, assign: Assign, progress: OnProgress) -> None:
         """Fetch and load the assigned experts and register them as the prepared epoch. One load at a time.
@@ -56,10 +57,10 @@ class Loader:
 
     async def _load(self, assign: Assign, progress: OnProgress) -> None:
         sources = [PeerId(peer) for peer in assign.sources]
-        manifest = self.manifests.get(assign.manifest)
+        manifest = await trio.to_thread.run_sync(self._manifests.get, assign.manifest)
         if manifest is None:
             manifest = await fetch_manifest(self._network, sources, assign.manifest)
-            self.manifests = {assign.manifest: manifest}
+            await trio.to_thread.run_sync(self._manifests.put, manifest)
         total = self._check(manifest, assign)
         await self._epochs.make_room(total, self._budget_bytes)
         with self._cache.keep(
