@@ -12,6 +12,7 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
     asker             prompts from any peer to the leader
     handlers, status  what swarmctl may ask of a daemon (control, control_client: the socket in between)
     models            the models that this node knows; model_check judges one before it is added
+    model_keeper      fetches the one that the swarm serves; model_choice says which one a leader serves
 
     wire, limits                                        frames, and every bound with its reason
     expert_messages, member_messages, prompt_messages   what the frames say (shards.messages: the fourth)

@@ -115,10 +115,12 @@ class Models:
             return None
         return known[1]
 
-    def trunk_bytes(self) -> int:
-        """What the trunks of all models and drafts take on the disk."""
+    def trunk_bytes(self, *, except_draft: str = "") -> int:
+        """What the trunks of all models and drafts take on the disk, without the draft of that manifest."""
         total = 0
         for file in self._folder.glob(f"*/{TRUNK}*"):
+            if file.parent.name == f"{_DRAFT}{except_draft}":
+                continue
             with contextlib.suppress(OSError):  # removed meanwhile
                 total += file.stat().st_blocks * 512
         return total
@@ -184,6 +186,10 @@ class Models:
             return Manifest.from_bytes(data) if hashlib.sha256(data).hexdigest() == manifest_id else None
         except (OSError, PeerMistake):
             return None
+
+    def drop_draft(self, manifest_id: str) -> None:
+        """Forget a draft."""
+        shutil.rmtree(self._folder / f"{_DRAFT}{manifest_id}", ignore_errors=True)
 
     def finish_draft(self, manifest: Manifest) -> str:
         """Make a model of a draft whose trunk is there and was checked; returns its name here.
