@@ -22,8 +22,6 @@ from backends.program import ExpertProgram
 BLOCK: Final = 32
 BLOCK_BYTES: Final = 34
 
-_Block = np.dtype([("scale", "<f2"), ("values", "i1", (BLOCK,))])
-
 
 class _CpuTraits(ct.Structure):
     """`struct ggml_type_traits_cpu`."""
@@ -79,6 +77,7 @@ def quantize_q8_0(x: NDArray[np.float32]) -> NDArray[np.uint8]:
 def dequantize_q8_0(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
     """The values [T, n] of Q8_0 blocks [T, n / 32 * 34]."""
     rows, row_bytes = blocks.shape
-    view = np.ascontiguousarray(blocks).view(_Block)
-    values: NDArray[np.float32] = view["values"].astype(np.float32) * view["scale"].astype(np.float32)[..., None]
-    return values.reshape(rows, row_bytes // BLOCK_BYTES * BLOCK)
+    source = np.ascontiguousarray(blocks, np.uint8)
+    values = np.empty((rows, row_bytes // BLOCK_BYTES * BLOCK), np.float32)
+    library().dequantize_row_q8_0(source.ctypes.data, values.ctypes.data, values.size)
+    return values

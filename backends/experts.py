@@ -94,9 +94,12 @@ def check_rows(layer: LayerExperts, places: I32, x: F32, tokens: I32, experts: I
         raise PeerMistake(f"layer {number} takes rows of {layer.n_in} values and a token an expert", layer=number)
     if len(experts) == 0:
         return np.empty(0, np.int32)
-    if experts.min() < 0 or experts.max() >= layer.n_expert or tokens.min() < 0 or tokens.max() >= len(x):
+    try:
+        found = places[experts.view(np.uint32)]  # a negative index becomes one that is out of range
+    except IndexError:
+        found = None
+    if found is None or tokens.view(np.uint32).max() >= len(x):
         raise PeerMistake(f"an expert or token index of layer {number} is out of range", layer=number)
-    found = places[experts]
     if found.min() < 0:
         missing = sorted({int(e) for e in experts[found < 0]})
         raise PeerMistake(f"experts {missing} of layer {number} are not held here", layer=number, experts=missing)

@@ -80,6 +80,7 @@ _PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "ggml_blck_size": (_I64, (_I,)),
     "ggml_row_size": (_SIZE, (_I, _I64)),
     "ggml_quantize_chunk": (_SIZE, (_I, _P, _P, _I64, _I64, _I64, _P)),
+    "dequantize_row_q8_0": (None, (_P, _P, _I64)),
     "ggml_type_name": (_STR, (_I,)),
     "ggml_nbytes": (_SIZE, (_P,)),
     "ggml_set_name": (_P, (_P, _STR)),

@@ -267,11 +267,25 @@ def decode_dispatch(head: DispatchHead, payload: bytes | memoryview, layer: Held
     if head.n_tokens == 1:
         experts = np.frombuffer(payload, "<u2", n_rows, x.nbytes).astype(np.int32)
         tokens = np.zeros(n_rows, np.int32)
+        # A decode step names a few experts, which are looked at one by one sooner than NumPy has begun.
+        named = experts.tolist()
+        if len(set(named)) < n_rows or max(named) >= len(layer.held) or not all(map(layer.held.item, named)):
+            _check_ids(head, tokens, experts, layer)
     else:
         ids = np.frombuffer(payload, "<u2", 2 * n_rows, x.nbytes).astype(np.int32)
         tokens, experts = ids[:n_rows], ids[n_rows:]
-        if int(tokens.max()) >= head.n_tokens:
-            raise PeerMistake(f"a dispatch of {head.n_tokens} tokens names token {tokens.max()}", layer=head.layer)
+        _check_ids(head, tokens, experts, layer)
+    if head.flags & PARTIAL_SUMS:
+        return Dispatch(head, x, tokens, experts, _weights(head, payload, tokens))
+    return Dispatch(head, x, tokens, experts)
+
+
+def _check_ids(
+    head: DispatchHead, tokens: NDArray[np.int32], experts: NDArray[np.int32], layer: HeldLayer
+) -> None:
+    """Raise PeerMistake unless every row, [n_rows], names a token that is there and another expert that is held."""
+    if int(tokens.max()) >= head.n_tokens:
+        raise PeerMistake(f"a dispatch of {head.n_tokens} tokens names token {tokens.max()}", layer=head.layer)
     n_expert = len(layer.held)
     if int(experts.max()) >= n_expert:
         raise PeerMistake(f"a dispatch names expert {experts.max()} of {n_expert}", layer=head.layer)
@@ -283,9 +297,6 @@ def decode_dispatch(head: DispatchHead, payload: bytes | memoryview, layer: Held
     pairs.sort()
     if (pairs[1:] == pairs[:-1]).any():
         raise PeerMistake("a dispatch names the same expert twice for one token", layer=head.layer)
-    if head.flags & PARTIAL_SUMS:
-        return Dispatch(head, x, tokens, experts, _weights(head, payload, tokens))
-    return Dispatch(head, x, tokens, experts)
 
 
 def _weights(head: DispatchHead, payload: bytes | memoryview, tokens: NDArray[np.int32]) -> NDArray[np.float32]:

@@ -323,8 +323,8 @@ def decode_rows(data: Buffer, dtype: int, rows: int, width: int, offset: int = 0
         finite = bool(np.isfinite(values).all())
     else:
         values = np.frombuffer(data, np.uint8, rows * stride, offset).reshape(rows, stride)
-        scales = values.reshape(-1, Q8_0_BLOCK_BYTES)[:, :2]
-        finite = bool(np.isfinite(np.ascontiguousarray(scales).view("<f2")).all())
+        halves = np.frombuffer(data, "<f2", values.nbytes // 2, offset)
+        finite = bool(np.isfinite(halves[:: Q8_0_BLOCK_BYTES // 2]).all())  # each block begins with its scale
     if not finite:
         raise PeerMistake("a tensor has values that are not finite")
     return values
