@@ -130,6 +130,15 @@ SHARD_BACKOFF_SECONDS_MIN: Final = 0.25
 SHARD_BACKOFF_SECONDS_MAX: Final = 8.0
 """A source that failed is left alone for the minimum, doubled with every further failure, up to the maximum."""
 
+BORROWINGS_MAX: Final = 4
+"""Batches of experts that a leader without the model's file fetches at a time, to probe with: with 64 MiB each, what
+they may keep of the cache stays small, and a slow holder holds up a quarter of the probes."""
+
+BORROW_SECONDS_MIN: Final = 60.0
+BORROW_BYTES_PER_SECOND_MIN: Final = 256.0 * KIB
+"""One batch may take the first, or its bytes at the second: an uplink of 2 Mbit/s. A holder below that is too slow to
+be proven."""
+
 MANIFESTS_KEPT_MAX: Final = 8
 """Manifests kept for what is in the cache: more models than a swarm goes through before their experts are evicted. Of
 16 MiB each at most, usually of one."""

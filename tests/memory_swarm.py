@@ -53,7 +53,7 @@ class Reference:
     def activations(self, layer: LayerExperts) -> F32:
         return np.ones((1, layer.n_in), np.float32)
 
-    async def expected(self, layer: LayerExperts, experts: Sequence[int]) -> F32:
+    async def expected(self, layer: LayerExperts, experts: Sequence[int], holder: PeerId) -> F32:
         return rows_of(layer.layer, self.activations(layer), [0] * len(experts), experts, layer.n_out)
 
 

@@ -257,7 +257,7 @@ class Known:
     def activations(self, _layer: object) -> F32:
         return inputs(1)[0]
 
-    async def expected(self, _layer: object, experts: Sequence[int]) -> F32:
+    async def expected(self, _layer: object, experts: Sequence[int], _holder: object) -> F32:
         return rows(self.activations(None), np.array([experts], np.int32))[0]
 
 

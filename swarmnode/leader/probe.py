@@ -1,14 +1,16 @@
 """The probe that comes before trust: every held expert of every layer, named and compared.
 
 For each layer the worker gets one ordinary dispatch that names all the experts it holds, and its rows are compared with
-this node's own computation from the model's file. Where the swarm combines by partial sums, the sum of one layer's rows
+this node's own computation from the experts' bytes, which a leader without the model's file fetches first (their hashes
+say that they are right, whoever sends them). Where the swarm combines by partial sums, the sum of one layer's rows
 is asked for and compared too. Only then does an epoch begin, and only then is the swarm ready.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Final, Protocol
 
 import numpy as np
 import trio
@@ -23,18 +25,40 @@ from scheduler.dispatch import deadline_s
 from swarmnode.expert_messages import dispatch_rows_max
 from swarmnode.leader.link import Answer, PeerLink
 from swarmnode.local_experts import load_layer
+from swarmnode.net.interface import PeerId
 
 REMEMBERED_BYTES_MAX: Final = 64 << 20  # expected rows kept for workers that come back
+BATCH_BYTES_MAX: Final = 64 << 20  # experts that are fetched and loaded at a time; a single one may be larger
 _SEED: Final = 20_231
+
+
+class Obtain(Protocol):
+    """Makes experts readable for a while."""
+
+    def __call__(
+        self, layer: LayerExperts, experts: Sequence[int], holder: PeerId
+    ) -> AbstractAsyncContextManager[None]:
+        """Within the context the source has these experts; `holder` has them, too.
+
+        Raises:
+            SwarmError: they cannot be had.
+        """
+
+
+@asynccontextmanager
+async def at_hand(layer: LayerExperts, experts: Sequence[int], holder: PeerId) -> AsyncIterator[None]:
+    """Obtain for a source that has every expert: the model's own file."""
+    yield
 
 
 class ProbeReference:
     """What the experts of a model answer to the probe's activations, computed here and remembered within a bound."""
 
-    def __init__(self, manifest: Manifest, source: ExpertSource, device: Device) -> None:
+    def __init__(self, manifest: Manifest, source: ExpertSource, device: Device, obtain: Obtain = at_hand) -> None:
         self._manifest = manifest
         self._source = source
         self._device = device
+        self._obtain = obtain
         self._rows: dict[tuple[int, int], F32] = {}
         self._limiter = trio.CapacityLimiter(1)
 
@@ -42,15 +66,23 @@ class ProbeReference:
         """The probe's input row of a layer [1, n_in]."""
         return np.random.default_rng([_SEED, layer.layer]).standard_normal((1, layer.n_in), np.float32)
 
-    async def expected(self, layer: LayerExperts, experts: Sequence[int]) -> F32:
-        """Rows [len(experts), n_out]."""
-        keys = [(layer.layer, expert) for expert in experts]
-        if not all(key in self._rows for key in keys):
-            rows = await trio.to_thread.run_sync(self._compute, layer, experts, limiter=self._limiter)
-            if (len(self._rows) + len(keys)) * layer.n_out * 4 > REMEMBERED_BYTES_MAX:
-                return rows
-            self._rows.update(zip(keys, rows, strict=True))
-        return np.stack([self._rows[key] for key in keys])
+    async def expected(self, layer: LayerExperts, experts: Sequence[int], holder: PeerId) -> F32:
+        """Rows [len(experts), n_out]. `holder` is one who has these experts.
+
+        Raises:
+            SwarmError: this node has not all of them and cannot get them.
+        """
+        known = {expert: self._rows.get((layer.layer, expert)) for expert in experts}
+        missing = [expert for expert, row in known.items() if row is None]
+        step = max(1, BATCH_BYTES_MAX // layer.expert_bytes)
+        for start in range(0, len(missing), step):
+            some = missing[start : start + step]
+            async with self._obtain(layer, some, holder):
+                rows = await trio.to_thread.run_sync(self._compute, layer, some, limiter=self._limiter)
+            known.update(zip(some, rows, strict=True))
+            if (len(self._rows) + len(some)) * layer.n_out * 4 <= REMEMBERED_BYTES_MAX:
+                self._rows.update(zip([(layer.layer, expert) for expert in some], rows, strict=True))
+        return np.stack([row for row in map(known.__getitem__, experts) if row is not None])
 
     def _compute(self, layer: LayerExperts, experts: Sequence[int]) -> F32:
         backend = GgmlExperts(self._device)
@@ -83,7 +115,7 @@ async def probe(
         step = dispatch_rows_max(layer.n_out)
         for start in range(0, len(experts), step):
             some = experts[start : start + step]
-            expected = await reference.expected(layer, some)
+            expected = await reference.expected(layer, some, link.peer)
             rows = await _ask(link, reference.activations(layer), some, layer, term, epoch)
             worst = _worse(worst, _compare(link, layer, some, "rows", rows, expected))
             if partial_sums:

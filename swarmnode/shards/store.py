@@ -271,7 +271,7 @@ class PartialShard:
         self._digest = digest
         self._path = cache._path(digest)
         self._part = self._path.with_name(self._path.name + _PART)
-        self._part.parent.mkdir(exist_ok=True)
+        self._part.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._hash = hashlib.sha256()
         self._offset = 0
