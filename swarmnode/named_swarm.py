@@ -10,6 +10,7 @@ Benchmarks use it, and whoever wants a leader that never changes. Each node is w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import psutil
@@ -20,7 +21,10 @@ from capabilities.errors import UsageError
 from swarmnode.asker import Asker
 from swarmnode.compute import choose_compute
 from swarmnode.config import Config
-from swarmnode.leader.service import Leader
+from swarmnode.durable import next_counter
+from swarmnode.leader.protocols import LeaderProtocols
+from swarmnode.leader.service import Leader, choose_named
+from swarmnode.leader.trunk import Trunks
 from swarmnode.machine import machine_name
 from swarmnode.member_messages import WIRE_VERSION, Hello
 from swarmnode.models import Models
@@ -54,9 +58,11 @@ class NamedLeader(_NamedNode):
 
     def __init__(self, network: Network, config: Config, paths: Paths, threads: int) -> None:
         self.models = Models(paths.models)
-        self.leader: Leader = Leader(network, self.models, config, threads, paths.data / "term")
         serve_pings(network)
         ShardService(Serving(self.models, None).find).register(network)
+        choose = partial(choose_named, self.models, config.leader.model)
+        trunks, term = Trunks(config.leader, threads), next_counter(paths.data / "term")
+        self.leader: Leader = Leader(LeaderProtocols(network), trunks, choose, config, threads, term)
         device = Device(config.compute.device, threads=threads)
         facts = NodeFacts.of(config, device.name, device.info.description, threads, 0)
         self._view = LeaderStatus(network, self.leader, facts)

@@ -13,12 +13,15 @@ import trio.testing
 
 from backends.experts import F32
 from backends.manifest import LayerExperts, Manifest
+from swarmnode import limits
 from swarmnode.expert_messages import DispatchHead, HeldLayer, decode_dispatch
 from swarmnode.leader.members import Member, Members
 from swarmnode.leader.placer import Placer, PlacerSettings
 from swarmnode.leader.remote_experts import RemoteExperts
+from swarmnode.member_messages import PROTOCOL as MEMBER
 from swarmnode.net.interface import PeerId
 from swarmnode.net.memory import MemoryHub, MemoryNetwork, open_memory_hub
+from swarmnode.pinger import serve_pings
 from tests.fault_tools import FakeWorker
 from tests.shard_models import shard_model
 
@@ -140,7 +143,8 @@ async def leader_lab(expected: int = 0, settle_s: float = 3.0, term: int = 1) ->
         settings = PlacerSettings(expected, settle_s, "f32")
         placer = Placer(network, members, MODEL.manifest, Reference(), remote, Engine(), settings, term)  # type: ignore[arg-type]
         await nursery.start(members.watch.run)
-        members.register()
+        network.serve(MEMBER, members.handle, max_streams_per_peer=limits.MEMBER_STREAMS_PER_PEER_MAX)
+        serve_pings(network)
         nursery.start_soon(placer.run)
         yield Lab(hub, network, members, placer, remote, nursery)
         nursery.cancel_scope.cancel()

@@ -15,7 +15,7 @@ from capabilities.errors import NotReady, PeerMistake, SwarmError
 from swarmnode import limits
 from swarmnode.leader.members import Member, Members
 from swarmnode.member_messages import PROTOCOL, Assign, Begin, Policy, Refuse, decode_from_leader, encode
-from swarmnode.net.interface import NetworkError, PeerId, ProtocolNotSupported, Stream, StreamClosed
+from swarmnode.net.interface import NetworkError, PeerId, Stream, StreamClosed
 from swarmnode.net.memory import MemoryHub, MemoryNetwork, open_memory_hub
 from swarmnode.wire import read_frame
 from tests.fault_tools import hello
@@ -60,7 +60,7 @@ async def lab(*, private: bool) -> AsyncIterator[tuple[Lab, Members]]:
             made.verify if private else None,
         )
         await nursery.start(members.watch.run)
-        members.register()
+        made.network.serve(PROTOCOL, members.handle, max_streams_per_peer=limits.MEMBER_STREAMS_PER_PEER_MAX)
         yield made, members
         nursery.cancel_scope.cancel()
 
@@ -122,15 +122,12 @@ async def test_a_member_that_drains_says_so_and_may_think_better_of_it(autojump_
 async def test_who_leads_no_more_lets_its_members_go(autojump_clock: MockClock) -> None:
     async with lab(private=False) as (made, members):
         streams = [await made.join() for _ in range(2)]
-        members.unregister()
+        members.close("this node leads no more")
         for stream in streams:
             with pytest.raises(NetworkError):
                 await stream.receive_exactly(1)
         assert (members.present(), [event for event, _ in made.news[2:]]) == ([], ["left", "left"])
-        with pytest.raises(ProtocolNotSupported):
-            await made.join()
-        members.register()  # elected again
-        await made.join()
+        await made.join()  # elected again
         assert len(members.present()) == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import trio
 from backends.add_model import add_model
 from backends.sum_point import SumSearch
 from swarmnode.config import parse_config
-from swarmnode.leader.service import Leader
+from swarmnode.leader.protocols import LeaderProtocols
+from swarmnode.leader.service import Leader, choose_named
+from swarmnode.leader.trunk import Trunks
 from swarmnode.models import Models
 from swarmnode.net.memory import open_memory_hub
 from tests.expert_models import quiet, tiny_file
@@ -74,10 +77,11 @@ async def test_a_model_without_sums_is_refused_and_the_leader_says_why(
 ) -> None:
     add_model(tiny_file("olmoe"), tmp_path / "models" / "tiny", "tiny", quiet)
     monkeypatch.setattr(SumSearch, "see", lambda *_: None)
+    choose = partial(choose_named, Models(tmp_path / "models"), "")
     for combine, reason in (("partial-sum", "layer 0 does something else"), ("router-order", "")):
         config = parse_config(f'[leader]\nparallel = 1\ncontext_tokens = 64\ncombine = "{combine}"')
         async with open_memory_hub() as hub, trio.open_nursery() as nursery:
-            leader = Leader(hub.join(), Models(tmp_path / "models"), config, 1, tmp_path / "term")
+            leader = Leader(LeaderProtocols(hub.join()), Trunks(config.leader, 1), choose, config, 1, 1)
             nursery.start_soon(leader.run)
             if reason:
                 await eventually(lambda leader=leader, reason=reason: reason in leader.reason)  # type: ignore[misc]

@@ -1,7 +1,9 @@
 """The leader: it routes, samples and combines. Experts are computed on workers; everything else of a token is here.
 
 service           one active model and all that serves it
+protocols         what others open streams for, served once by the leader of the moment
 prompts           a request: text to tokens, effects back to whoever asked
+trunk             the trunk in llama.cpp, kept from one leadership to the next
 engine            the decode thread: one llama.cpp context, one batcher, one loop
 remote_experts    one MoE layer out to its holders and back, called from the decode thread; flight is one such layer
 routing           an epoch as it uses it, and ways around peers that fail meanwhile

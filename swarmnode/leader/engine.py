@@ -88,13 +88,14 @@ class DecodeEngine:
         """No request is taken any more."""
         return self._stopping
 
-    async def stop(self) -> None:
-        """End all requests with an error and stop the thread. Bounded by the step that runs."""
+    async def stop(self) -> bool:
+        """End all requests with an error and stop the thread; whether it has ended. Bounded by the step that runs."""
         self._stopping = True
         with contextlib.suppress(queue.Full):  # then it does not sleep
             self._commands.put_nowait(None)
         with trio.move_on_after(_STOP_WAIT_S):
             await self._stopped.wait()
+        return self._stopped.is_set()
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request; `sink` gets its effects on the event loop, the last one terminal.

@@ -20,7 +20,6 @@ from scheduler.liveness import PeerState
 from swarmnode import limits
 from swarmnode.leader.link import PeerLink
 from swarmnode.member_messages import (
-    PROTOCOL,
     WIRE_VERSION,
     FromLeader,
     Hello,
@@ -104,7 +103,8 @@ class Member:
 
 
 class Members:
-    """Serves /swarmnode/member/1 and tells its owner who joins, reports, leaves, falls silent and speaks again."""
+    """The leader's side of /swarmnode/member/1: it tells its owner who joins, reports, leaves, falls silent and speaks
+    again."""
 
     def __init__(
         self,
@@ -118,7 +118,6 @@ class Members:
         """`verify_member`: who may be a member at all; None: everybody."""
         self.by_peer: dict[PeerId, Member] = {}
         self.refused = 0  # hellos
-        self._network = network
         self._on_join = on_join
         self._on_progress = on_progress
         self._on_leave = on_leave
@@ -126,14 +125,10 @@ class Members:
         self._verify_member = verify_member
         self.watch = PeerWatch(network, self._on_state)
 
-    def register(self) -> None:
-        self._network.serve(PROTOCOL, self._handle, max_streams_per_peer=limits.MEMBER_STREAMS_PER_PEER_MAX)
-
-    def unregister(self) -> None:
-        """This node leads no more: every stay ends, and nobody is let in."""
-        self._network.unserve(PROTOCOL)
+    def close(self, reason: str) -> None:
+        """End every stay: whoever leads next starts with hellos."""
         for member in self.present():
-            self._end(member, "this node leads no more")
+            self._end(member, reason)
 
     def present(self) -> list[Member]:
         return [member for member in self.by_peer.values() if member.stream_up]
@@ -153,7 +148,8 @@ class Members:
             del self.by_peer[min(absent, key=lambda m: m.lost_s or 0.0).peer]
         return True
 
-    async def _handle(self, stream: Stream) -> None:
+    async def handle(self, stream: Stream) -> None:
+        """One worker's stream, from its hello to its end."""
         with trio.fail_after(limits.MEMBER_HELLO_SECONDS_MAX):
             hello = decode_from_worker(await read_frame(stream, limits.MEMBER_REPORT))
         if not isinstance(hello, Hello):

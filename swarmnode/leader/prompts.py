@@ -193,10 +193,6 @@ class PromptStreams:
     def register(self, network: Network) -> None:
         network.serve(PROTOCOL, self._handle, max_streams_per_peer=limits.PROMPT_STREAMS_PER_PEER_MAX)
 
-    def unregister(self, network: Network) -> None:
-        """Take no more requests; the engine ends those that are under way."""
-        network.unserve(PROTOCOL)
-
     async def _handle(self, stream: Stream) -> None:
         taken = refused = 0
 

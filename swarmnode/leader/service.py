@@ -1,41 +1,39 @@
-"""The leader of a swarm: members, one active model, placement, prompts.
+"""The leader of a swarm, for one term: members, one active model, placement, prompts.
 
+A node leads any number of times; each time is a Leader of its own, whose `run` ends by being cancelled.
 Workers may join before there is a model. Once one is active its trunk is loaded, its MoE layers are learned again and
 compared with the manifest, and the decode thread starts; placement follows as soon as workers are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import structlog
 import trio
 
-from backends.check_trunk import check_layers
 from backends.device import Device
-from backends.learn import run_once
-from backends.llama import LlamaModel, LlamaSettings
+from backends.llama import LlamaModel
 from backends.manifest import Manifest
-from backends.moe_hook import LearningHook, PartialSumHook, ServingHook
 from capabilities.errors import NotReady, SwarmError
 from scheduler.answer import Vocabulary
 from scheduler.batching import Batcher
 from swarmnode.asker import only
 from swarmnode.config import Combine, Config
-from swarmnode.durable import next_counter
 from swarmnode.leader.engine import DecodeEngine
 from swarmnode.leader.members import Member, Members
 from swarmnode.leader.placer import Placer, PlacerSettings
 from swarmnode.leader.probe import ProbeReference
-from swarmnode.leader.prompts import PromptService, PromptStreams
+from swarmnode.leader.prompts import PromptService
+from swarmnode.leader.protocols import LeaderProtocols
 from swarmnode.leader.remote_experts import RemoteExperts
+from swarmnode.leader.trunk import Trunks
 from swarmnode.member_messages import Progress
 from swarmnode.models import Models, OpenModel
-from swarmnode.net.interface import Network
+from swarmnode.net.interface import Stream
 from swarmnode.prompt_messages import Ask, Failed, Reply
 
 _log = structlog.get_logger(__name__)
@@ -77,20 +75,51 @@ class ActiveModel:
         }
 
 
-class Leader:
-    """Run `run` in a nursery. `reason` says why no model is active yet."""
+def choose_named(models: Models, wanted: str) -> OpenModel:
+    """Open the model that the configuration names, or the only one there is.
 
-    def __init__(self, network: Network, models: Models, config: Config, threads: int, term_file: Path) -> None:
-        self.term = next_counter(term_file)
+    Raises:
+        SwarmError: there is none, or a choice.
+    """
+    names = models.names()
+    if wanted:
+        return models.open(wanted)
+    if not names:
+        raise NotReady("a model to serve: `swarmctl model add FILE`")
+    if len(names) > 1:
+        raise NotReady(f"a choice: leader.model names one of {', '.join(names)} in the configuration")
+    return models.open(names[0])
+
+
+class Leader:
+    """Run `run` in a nursery, once. `reason` says why no model is active yet."""
+
+    def __init__(
+        self,
+        protocols: LeaderProtocols,
+        trunks: Trunks,
+        choose: Callable[[], OpenModel],
+        config: Config,
+        threads: int,
+        term: int,
+    ) -> None:
+        """term: which leadership this is; it fences what is dispatched.
+
+        choose: opens the model to serve, in a thread; NotReady (or another SwarmError) says what is missing. It is
+        asked again whenever `models_changed` was called.
+        """
+        network = protocols.network
+        self.term = term
         self.active: ActiveModel | None = None
         self.reason = "a model to serve: `swarmctl model add FILE`"
         self.members = Members(network, self._joined, self._progressed, self._left, self._spoke)
         self._network = network
-        self._models = models
+        self._trunks = trunks
+        self._choose = choose
         self._config = config
         self._threads = threads
         self._models_changed = trio.Event()
-        self._streams = PromptStreams(self.answer)
+        self._protocols = protocols
 
     # -- what others ask ----------------------------------------------------------------------------------------
 
@@ -121,6 +150,10 @@ class Leader:
         async with self.active.prompts.answer(ask, asker) as replies:
             yield replies
 
+    async def member(self, stream: Stream) -> None:
+        """One worker's stay."""
+        await self.members.handle(stream)
+
     def models_changed(self) -> None:
         """A model was added or removed."""
         self._models_changed.set()
@@ -131,23 +164,23 @@ class Leader:
     # -- the loop -----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
+        """Lead until cancelled. RuntimeError if this node leads already."""
         async with trio.open_nursery() as nursery:
             await nursery.start(self.members.watch.run)
-            self.members.register()
-            self._streams.register(self._network)
-            try:
-                await self._lead()
-            finally:
-                self._streams.unregister(self._network)
-                self.members.unregister()
+            with self._protocols.led_by(self):
+                try:
+                    while True:
+                        await self._serve_one()
+                finally:
+                    self.members.close("this peer does not lead any more")
 
-    async def _lead(self) -> None:
-        while True:
-            opened = await self._wait_for_model()
-            try:
-                await self._serve(opened)
-            finally:
-                opened.close()
+    async def _serve_one(self) -> None:
+        opened = await self._wait_for_model()
+        try:
+            await self._serve(opened)
+        finally:
+            self.active = None
+            opened.close()
 
     async def _wait_for_model(self) -> OpenModel:
         while True:
@@ -160,28 +193,33 @@ class Leader:
                 self.reason = error.message
             await self._models_changed.wait()
 
-    def _choose(self) -> OpenModel:
-        names, wanted = self._models.names(), self._config.leader.model
-        if wanted:
-            return self._models.open(wanted)
-        if not names:
-            raise NotReady("a model to serve: `swarmctl model add FILE`")
-        if len(names) > 1:
-            raise NotReady(f"a choice: leader.model names one of {', '.join(names)} in the configuration")
-        return self._models.open(names[0])
+    async def _until_another_is_chosen(self, manifest_id: str) -> None:
+        while True:
+            self._models_changed = trio.Event()
+            await self._models_changed.wait()
+            try:
+                opened = await trio.to_thread.run_sync(self._choose)
+            except SwarmError:
+                continue  # better the model that is served than none
+            opened.close()
+            if opened.manifest.id != manifest_id:
+                return
 
     async def _serve(self, opened: OpenModel) -> None:
-        """Serve a model; returns, when models have changed, only if this one cannot be served."""
-        manifest, config = opened.manifest, self._config.leader
+        """Serve a model; returns when another one is chosen, or, if this one cannot be served, when models change."""
+        manifest = opened.manifest
         self.reason = f"the trunk of {manifest.name} to load"
         remote = RemoteExperts(manifest.layers, trio.lowlevel.current_trio_token())
         try:
-            model = await trio.to_thread.run_sync(self._load_trunk, opened, remote)
+            async with self._trunks.use(opened, remote) as model:
+                await self._serve_with(opened, model, remote)
         except SwarmError as error:
             self.reason = f"a usable model: {error.message}"
             _log.error("leader.model_refused", model=manifest.name, error=error.to_json())
             await self._models_changed.wait()
-            return
+
+    async def _serve_with(self, opened: OpenModel, model: LlamaModel, remote: RemoteExperts) -> None:
+        manifest, config, swarm = opened.manifest, self._config.leader, self._config.swarm
         batcher = Batcher(
             config.parallel,
             model.context_tokens,
@@ -191,7 +229,7 @@ class Leader:
         )
         engine = DecodeEngine(model, remote, batcher)
         reference = ProbeReference(manifest, opened.served.source, Device(threads=self._threads))
-        swarm, sums = self._config.swarm, config.combine == "partial-sum"
+        sums = config.combine == "partial-sum"
         settings = PlacerSettings(swarm.workers_expected, swarm.settle_s, config.activations, sums)
         placer = Placer(self._network, self.members, manifest, reference, remote, engine, settings, self.term)
         prompts = PromptService(
@@ -214,38 +252,20 @@ class Leader:
             with links:
                 await placer.run()
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(place)
-            try:
-                await trio.sleep_forever()
-            finally:
-                with trio.CancelScope(shield=True):
-                    await engine.stop()
-                    await self._streams.wait_idle()
-                links.cancel()
-
-    def _load_trunk(self, opened: OpenModel, remote: RemoteExperts) -> LlamaModel:
-        """Load the trunk, and check that its layers are those of the manifest and can be combined as configured."""
-        config = self._config.leader
-        settings = LlamaSettings(
-            context_tokens=config.context_tokens,
-            sequences=config.parallel,
-            batch_tokens=max(config.batch_tokens, config.parallel),
-            threads=self._threads,
-            fast=config.fast,
-        )
-        learning = LearningHook()
-        model = LlamaModel(opened.trunk, settings, learning)
         try:
-            run_once(model)
-            model.clear_all()
-            check_layers(opened.manifest, learning.layers)
-            hook = ServingHook if config.combine == "router-order" else PartialSumHook
-            model.hook = hook(learning.layers.values(), remote)
-        except BaseException:
-            model.close()
-            raise
-        return model
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(place)
+                try:
+                    await self._until_another_is_chosen(manifest.id)
+                finally:
+                    with trio.CancelScope(shield=True):
+                        await engine.stop()
+                        await self._protocols.prompts.wait_idle()
+                    links.cancel()
+        finally:
+            with trio.CancelScope(shield=True):
+                if not await engine.stop():  # without links a step ends, unless llama.cpp itself hangs
+                    self._trunks.lose(model)
 
     # -- members ------------------------------------------------------------------------------------------------
 
