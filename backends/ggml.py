@@ -36,6 +36,7 @@ TYPE_Q8_0: Final = 8
 TYPE_I32: Final = 26
 PREC_F32: Final = 10
 STATUS_SUCCESS: Final = 0
+OP_NONE: Final = 0
 DEVICE_CPU: Final = 0
 
 
@@ -246,7 +247,7 @@ def _check_layout(lib: Library) -> None:
             "ne": list(t.ne) == [6, 4, 3, 1] and list(p.ne) == [5, 2, 3, 1],
             "nb": list(t.nb) == [4, 24, 96, 288],
             "type": t.type == TYPE_F32 and tensor_at(ids).type == TYPE_I32 and tensor_at(weights).type == TYPE_F16,
-            "op": lib.ggml_op_name(p.op) == b"MUL_MAT_ID" and lib.ggml_op_name(t.op) == b"NONE",
+            "op": lib.ggml_op_name(p.op) == b"MUL_MAT_ID" and t.op == OP_NONE and lib.ggml_op_name(OP_NONE) == b"NONE",
             "src": list(p.src[:4]) == [weights, x, ids, None],
             "view": v.view_src == a and v.view_offs == 12,
             "op_params": p.op_params[0] == PREC_F32 and floats.tolist() == [-1.5, 2.5],

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.capture import OtherBlockError, capture_program, expert_product
-from backends.ggml import Tensor, library, read_tensor, tensor_at, write_tensor
+from backends.ggml import OP_NONE, Tensor, library, read_tensor, tensor_at, write_tensor
 from backends.program import ExpertProgram
 from backends.sum_point import SumPoint, SumSearch
 from capabilities.errors import Internal, UnsupportedModel
@@ -197,13 +197,21 @@ class LearningHook(Hook):
 class _Pending:
     rows: int
     passed: int = 0
+    op: int = OP_NONE  # the collect point's, while it is taken away
 
 
 class ServingHook(Hook):
-    """Hands each MoE layer to an executor."""
+    """Hands each MoE layer to an executor.
+
+    llama.cpp computes nothing at the collect points, since they are overwritten: in a trunk that would be thousands of
+    products of one number each. They lose their operator until they are shown, as llama.cpp uses a graph again.
+    """
+
+    _overwrites = True
 
     def __init__(self, layers: Iterable[LearnedLayer], executor: ExpertExecutor) -> None:
         super().__init__()
+        self._wanted_ops |= {OP_NONE}  # should llama.cpp fail in between, the operator is gone for good
         self.executor = executor
         self._layers = {learned.layer: learned for learned in layers}
         self._collect = {learned.collect: learned for learned in self._layers.values()}
@@ -218,14 +226,18 @@ class ServingHook(Hook):
         tensor = tensor_at(node)
         if (learned := self._collect.get(tensor.name)) and (pending := self._pending.get(learned.layer)):
             pending.passed += 1
-            return pending.passed > learned.occurrence
+            if pending.passed <= learned.occurrence:
+                return False
+            if self._overwrites:
+                pending.op, tensor.op = tensor.op, OP_NONE
+            return True
         layer = expert_product(self._lib, tensor)
         return layer in self._layers and layer not in self._pending
 
     def computed(self, node: int) -> None:
         tensor = tensor_at(node)
         if (learned := self._collect.get(tensor.name)) and learned.layer in self._pending:
-            if self._pending.pop(learned.layer).rows:
+            if self._shown(learned.layer, tensor):
                 write_tensor(self._lib, node, self.executor.collect(learned.layer))
             return
         layer = expert_product(self._lib, tensor)
@@ -234,6 +246,13 @@ class ServingHook(Hook):
         if len(x):  # the last layer has no rows where no logits are wanted
             self.dispatched[layer] = self.dispatched.get(layer, 0) + len(x)
             self.executor.dispatch(layer, x, ids)
+
+    def _shown(self, layer: int, tensor: Tensor) -> int:
+        """The rows of a layer whose collect point is shown; that gets its operator back."""
+        pending = self._pending.pop(layer)
+        if self._overwrites:
+            tensor.op = pending.op
+        return pending.rows
 
 
 class PartialSumHook(ServingHook):
@@ -264,7 +283,7 @@ class PartialSumHook(ServingHook):
     def computed(self, node: int) -> None:
         tensor = tensor_at(node)
         if (learned := self._collect.get(tensor.name)) and learned.layer in self._pending:
-            if rows := self._pending.pop(learned.layer).rows:
+            if rows := self._shown(learned.layer, tensor):
                 out = np.zeros((rows, tensor.ne[1], tensor.ne[0]), np.float32)
                 out[:, 0] = _checked(self._totals.collect_sum(learned.layer), (rows, tensor.ne[0]))
                 write_tensor(self._lib, node, out)
@@ -301,6 +320,8 @@ def _checked(totals: F32, shape: tuple[int, int]) -> F32:
 class ObservingHook(ServingHook):
     """Leaves a whole model's values as they are and keeps each layer's expert outputs, for comparisons."""
 
+    _overwrites = False
+
     def __init__(self, layers: Iterable[LearnedLayer]) -> None:
         super().__init__(layers, _Nowhere())
         self.rows: dict[int, list[F32]] = {}  # layer -> outputs [T, K, n_out] of each ubatch
@@ -308,7 +329,7 @@ class ObservingHook(ServingHook):
     def computed(self, node: int) -> None:
         tensor = tensor_at(node)
         if (learned := self._collect.get(tensor.name)) and learned.layer in self._pending:
-            if self._pending.pop(learned.layer).rows:
+            if self._shown(learned.layer, tensor):
                 self.rows.setdefault(learned.layer, []).append(read_tensor(self._lib, node, np.float32)[0])
             return
         super().computed(node)

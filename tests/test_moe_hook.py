@@ -13,7 +13,7 @@ from gguf import GGUFReader
 
 from backends.device import Device
 from backends.experts import F32, I32, GgmlExperts
-from backends.ggml import library
+from backends.ggml import OP_NONE, library, tensor_at
 from backends.learn import learn
 from backends.llama import LlamaModel, LlamaSettings
 from backends.manifest import Manifest
@@ -277,3 +277,27 @@ def test_a_model_may_be_given_another_hook() -> None:
         trunk.clear_all()
         trunk.hook = ServingHook(take_apart("olmoe").learned.layers.values(), watched)
         assert np.array_equal(decode(trunk), expected)
+
+
+class Operators(ServingHook):
+    """Notes the operator of each collect point, when it is shown and afterwards."""
+
+    seen: list[tuple[int, int]]
+
+    def computed(self, node: int) -> None:
+        shown = tensor_at(node).op
+        super().computed(node)
+        if tensor_at(node).name in self._collect:
+            self.seen.append((shown, tensor_at(node).op))
+
+
+def test_what_is_overwritten_is_not_computed_and_the_graph_stays_as_it_was() -> None:
+    with served("olmoe") as (trunk, watched, _):
+        hook = trunk.hook = Operators(take_apart("olmoe").learned.layers.values(), watched)
+        hook.seen = []
+        decode(trunk)
+        decode(trunk, TOKENS[:1], first=20)
+        decode(trunk, TOKENS[:1], first=21)  # over the same graph
+    assert len(hook.seen) == 9
+    product = next(number for number, name in library().op_names.items() if name == "MUL_MAT_ID")
+    assert set(hook.seen) == {(OP_NONE, product)}
