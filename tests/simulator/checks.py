@@ -7,6 +7,7 @@ owner ever made, what lies on each disk, and who obeyed whom before a crash.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from capabilities.backbone import BackboneSet
@@ -22,6 +23,9 @@ from tests.election_tools import verify
 if TYPE_CHECKING:
     from tests.simulator.election import BackbonePeer
     from tests.simulator.host import Host
+
+read_votes = lru_cache(maxsize=256)(HardState.from_file)  # checks look far more often than anybody writes
+read_term = lru_cache(maxsize=256)(from_file)
 
 LEASE_GRACE_S = LEASE_S + 2 * TICK_S + 0.01
 
@@ -67,7 +71,7 @@ class Checks:
             raise Breach(f"double vote: {vote.voter} voted for {before} and {promise} in term {vote.term}")
 
     def _is_stored(self, voter: str, vote: Vote) -> None:
-        state = HardState.from_file(self._hosts[voter].disk.files["votes"])
+        state = read_votes(self._hosts[voter].disk.files["votes"])
         if state.voted is None or state.voted.term < vote.term:
             raise Breach(f"vote not stored: {voter} sent its vote of term {vote.term} before it was on its disk")
         if state.voted.term == vote.term and state.voted != Ballot(vote.backbone_version, vote.term, vote.leader):
@@ -154,7 +158,7 @@ class Checks:
 
     def _stored_term(self, worker: str) -> int:
         try:
-            return from_file(self._hosts[worker].disk.files["term"]).term
+            return read_term(self._hosts[worker].disk.files["term"]).term
         except (KeyError, DamagedState):
             return 0
 

@@ -199,6 +199,7 @@ class Orders:
             if self._leads is not None and message.term == self._leads.term:
                 self._aware.add(sender)
         else:
+            self._aware.discard(sender)  # it may have lost what it was shown
             self._peer.learn(sender, message)
 
 
@@ -264,6 +265,10 @@ class Worker:
             self._checks.obeyed(self.host.name, sender, order.term)
             self.host.world.note(f"{self.host.name} obeys {sender} in {order.term}")
             self.host.send(sender, "answers", Answer(order.term, True, None))
+            self.obeyed(sender, order)
+
+    def obeyed(self, sender: str, order: Order) -> None:
+        """An order was obeyed."""
 
 
 def no_behaviours(host: Host) -> list[Behaviour]:

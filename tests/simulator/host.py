@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tests.simulator.network import Network
 from tests.simulator.world import World
+
+if TYPE_CHECKING:
+    from tests.simulator.streams import End
 
 FSYNC_S_MIN, FSYNC_S_MAX = 0.001, 0.03
 
@@ -41,6 +44,7 @@ class Host:
         self.lucky = True
         self.disk = Disk(self)
         self.behaviours: dict[str, Behaviour] = {}
+        self.streams: list[End] = []  # its ends of them
         self.boots = 0
         self.up = False
         self.stopped = False
@@ -62,7 +66,7 @@ class Host:
 
         def due() -> None:
             if self.boots == boot and self.up:
-                self._do(action)
+                self.do(action)
 
         self.world.at(self.world.now + seconds / self._rate, due)
 
@@ -93,6 +97,10 @@ class Host:
             self.up = self.stopped = False
             self._waiting.clear()
             self.behaviours = {}
+            streams, self.streams = self.streams, []
+            for end in streams:
+                if end.open:
+                    end.abandon()
             self.disk.crash()
 
     def stop(self) -> None:
@@ -108,12 +116,12 @@ class Host:
             self.stopped = False
             waiting, self._waiting = self._waiting, []
             for action in waiting:
-                self._do(action)
+                self.do(action)
 
     def deliver(self, sender: str, channel: str, message: Any) -> None:
         """A message arrived."""
         if self.up:
-            self._do(lambda: self._handle(sender, channel, message))
+            self.do(lambda: self._handle(sender, channel, message))
 
     def _handle(self, sender: str, channel: str, message: Any) -> None:
         behaviour = self.behaviours.get(channel)
@@ -121,7 +129,8 @@ class Host:
             self.world.note(f"{sender} -> {self.name} {type(message).__name__}")
             behaviour.receive(sender, message)
 
-    def _do(self, action: Callable[[], None]) -> None:
+    def do(self, action: Callable[[], None]) -> None:
+        """Now, or once the host goes on; never if it is down."""
         if self.stopped:
             self._waiting.append(action)
         elif self.up:

@@ -16,11 +16,16 @@ FAULT_S = (0.05, 0.7)  # between two faults, at least and at most
 FORGE_S = (0.02, 0.4)
 CHANGE_S = (0.1, 1.5)
 SLOW_FSYNC_S_MAX = 0.3
-CRASH_AT_WRITE = 0.25  # of a backbone peer; workers write seldom, and crash at half of their writes
 
 
 class Nemesis:
     """Plagues a swarm until a given instant, then mends everything."""
+
+    fault_s = FAULT_S
+    change_s = CHANGE_S
+    first_split = 0.3  # chance of one before anybody leads
+    losses = (0, 0.02, 0.1, 0.3)
+    crash_at_write = (0.25, 0.5)  # chance at each of a backbone peer's and of a worker's, who writes seldom
 
     def __init__(self, swarm: Swarm, until: float) -> None:
         self._swarm = swarm
@@ -41,13 +46,13 @@ class Nemesis:
             host.disk.fsync_s_max = self._random.choice((FSYNC_S_MAX, FSYNC_S_MAX, SLOW_FSYNC_S_MAX))
             host.lucky = lucky
         self._world.at(self._until, self._end)
-        if self._random.random() < 0.3:
-            self._split(5.0)  # before anybody leads
-        self._repeat(FAULT_S, self._any_fault)
+        if self._random.random() < self.first_split:
+            self._split(5.0)
+        self._repeat(self.fault_s, self._any_fault)
         if self._random.random() < 0.5:
             self._repeat(FORGE_S, self._swarm.forger.strike)
         if self._random.random() < 0.5:
-            self._repeat(CHANGE_S, self._swarm.change_backbone)
+            self._repeat(self.change_s, self._swarm.change_backbone)
 
     def _choose_faults(self) -> list[Callable[[], None]]:
         """Each run has some kinds of fault, so that none hides the others."""
@@ -111,7 +116,7 @@ class Nemesis:
         random = self._random
         bad = random.random() < 0.6
         return Weather(
-            loss=random.choice((0, 0.02, 0.1, 0.3)) if bad else 0.0,
+            loss=random.choice(self.losses) if bad else 0.0,
             doubled=random.choice((0, 0.1)) if bad else 0.0,
             delay_min=0.001,
             delay_max=random.choice((0.02, 0.1, 0.4)) if bad else 0.02,
@@ -134,15 +139,17 @@ class Nemesis:
 
     def _crash_at_write(self, host: Host, seconds: float) -> None:
         """Within a write or right after it, when what follows from it is just being sent."""
-        if self._random.random() < (CRASH_AT_WRITE if host.name in self._swarm.backbone else 0.5):
+        if self._random.random() < self.crash_at_write[host.name not in self._swarm.backbone]:
             when = seconds * self._random.choice((0.5, 1.0, 1.05, 1.5))
             down = self._random.choice((0.02, 0.1, 1.0))
             self._world.at(self._world.now + when, lambda: self._bring_down(host, down))
 
     def _stop(self) -> None:
-        host = self._victim()
+        self._stop_one(self._victim(), self._random.choice((0.3, 1.5, 5.0)))
+
+    def _stop_one(self, host: Host, seconds: float) -> None:
         host.stop()
-        self._for_a_while(self._random.choice((0.3, 1.5, 5.0)), host.resume)
+        self._for_a_while(seconds, host.resume)
 
     def _cut(self, pairs: list[tuple[str, str]], seconds: float | None = None) -> None:
         network = self._swarm.network

@@ -63,6 +63,9 @@ class Network:
         """The sender let it go."""
         for tap in self.taps:
             tap(sender, receiver, channel, message)
+        if sender == receiver:
+            self._world.at(self._world.now, _Delivery(self, sender, receiver, channel, message))
+            return
         random, weather = self._random, self.weather
         copies = 1 + (weather.doubled > 0 and random.random() < weather.doubled)
         for _ in range(copies):

@@ -10,7 +10,7 @@ from capabilities.errors import UsageError
 from scheduler.election_roles import Role
 from scheduler.election_state import DamagedState, HardState
 from tests.election_tools import OWNER, SWARM, backbone_of, sign_as, vote_file
-from tests.simulator.checks import Breach, Checks
+from tests.simulator.checks import Breach, Checks, read_votes
 from tests.simulator.election import VOTES, BackbonePeer, Orders, Parts, Worker
 from tests.simulator.forger import Forger
 from tests.simulator.host import Behaviour, Host
@@ -42,20 +42,31 @@ class Outcome:
     mistakes: int
     events: int
     trace: tuple[str, ...]
+    answers: int = 0  # complete ones
+    failures: int = 0  # requests that ended with an error
+    went_on: int = 0  # answers that more than one leader gave
+    replaced: int = 0  # parts of layers that another holder computed
 
 
 class Swarm:
     """The hosts of one run, and the owner of the swarm."""
 
-    def __init__(self, seed: int, parts: Parts, size: int | None = None, spares: int = SPARES) -> None:
-        """`size`: of the first backbone (None draws one); `spares`: peers that may be added to it."""
+    def __init__(
+        self,
+        seed: int,
+        parts: Parts,
+        size: int | None = None,
+        spares: int = SPARES,
+        sizes: tuple[int, ...] = SIZES,
+    ) -> None:
+        """`size`: of the first backbone (None draws one of `sizes`); `spares`: peers that may be added to it."""
         self.world = World(seed)
         self.network = Network(self.world)
         self.random = self.world.chance("swarm")
         self.parts = parts
-        size = size or self.random.choice(SIZES)
+        size = size or self.random.choice(sizes)
         self.backbone = [f"B{n}" for n in range(1, size + spares + 1)]
-        self.workers = [f"W{n}" for n in range(1, WORKERS + 1)]
+        self.workers = self._member_names()
         self.hosts: dict[str, Host] = {}
         self.forger = Forger(self.world, self.network, self.backbone, self.workers)
         self.first = backbone_of(self.backbone[:size])
@@ -71,6 +82,10 @@ class Swarm:
     def wanted(self) -> BackboneSet:
         """The owner's newest backbone."""
         return self._owners[-1]
+
+    def _member_names(self) -> list[str]:
+        """Whoever obeys leaders, and is no backbone peer."""
+        return [f"W{n}" for n in range(1, WORKERS + 1)]
 
     def _behaviours(self, host: Host) -> list[Behaviour]:
         if host.name in self.workers:
@@ -98,7 +113,7 @@ class Swarm:
     def stored(self, peer: str) -> HardState | None:
         """What a backbone peer's disk holds; None: torn."""
         try:
-            return HardState.from_file(self.hosts[peer].disk.files[VOTES])
+            return read_votes(self.hosts[peer].disk.files[VOTES])
         except DamagedState:
             return None
 
@@ -209,8 +224,8 @@ def simulate(seed: int, parts: Parts | None = None, *, plague_s: float = PLAGUE_
         Nemesis(swarm, plague_s).begin()
         swarm.insist()
         world.run(plague_s)
-        recovery_s = _recover(swarm)
-        _settle(swarm)
+        recovery_s = recover(swarm)
+        settle(swarm)
     except Breach as found:
         breach = str(found)
         world.note(breach)
@@ -219,7 +234,7 @@ def simulate(seed: int, parts: Parts | None = None, *, plague_s: float = PLAGUE_
     return Outcome(seed, world.trace_hash, breach, recovery_s, *counts, tuple(world.trace))
 
 
-def _recover(swarm: Swarm) -> float:
+def recover(swarm: Swarm) -> float:
     """Run until a leader leads; how long that took."""
     begin = swarm.world.now
     while not swarm.led():
@@ -229,7 +244,7 @@ def _recover(swarm: Swarm) -> float:
     return swarm.world.now - begin
 
 
-def _settle(swarm: Swarm) -> None:
+def settle(swarm: Swarm) -> None:
     """Run until everybody has agreed for a while, without a change of terms."""
     world, checks = swarm.world, swarm.checks
     begin = steady_since = world.now

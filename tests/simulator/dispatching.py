@@ -1,0 +1,277 @@
+"""A leader's dispatches: a layer's rows from its holders, by the plan, whoever fails meanwhile; as the daemon's.
+
+Frames are single messages here, which may be lost, doubled and late: more than a stream does to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from capabilities.errors import ExpertsUnavailable, NotReady, SwarmError
+from scheduler.combine import add_partials, sum_rows, weighted_sums
+from scheduler.dispatch import LayerRouting, Plan, deadline_s, gather, hedge_after_s, plan
+from scheduler.exchange import Asked, Exchange
+from scheduler.own_time import OwnTime
+from scheduler.placement import Placement
+from tests.simulator.host import Host
+from tests.simulator.messages import Dispatch, Rows
+from tests.simulator.toy import F32, I32, USED, WIDTH, Choice, Experts
+
+SLICE_S = 0.25  # how often is looked for what is overdue, at most
+OWN_COPY_S = 0.02  # to compute a part from the leader's own file
+
+
+@dataclass(slots=True)
+class _Frame:
+    """A dispatch that is under way. `answer` takes rows or why there are none."""
+
+    peer: str
+    sent: float
+    answer: Callable[[Any], None]
+
+
+class Dispatching:
+    """Channel "rows". `failed` hears of peers that answered nonsense or not at all, `timed` of all others."""
+
+    channel = "rows"
+
+    def __init__(
+        self, host: Host, experts: Experts, combined: Callable[[Placement, Choice, F32], None], *, sums: bool
+    ) -> None:
+        """`sums`: workers add their own rows. `combined` hears of each layer that is complete."""
+        self.host = host
+        self.sums = sums
+        self.combined = combined
+        self.failed: Callable[[str, str], None] = lambda peer, why: None
+        self.rates: Callable[[str], float | None] = lambda peer: None
+        self.replaced: Callable[[int], None] = lambda parts: None
+        self.timed: Callable[[str, int, float], None] = lambda peer, rows, seconds: None
+        self._experts = experts
+        self._frames: dict[int, _Frame] = {}
+        self._numbers = 0
+        self._placement: Placement | None = None
+        self._routing: Mapping[int, LayerRouting] = {}
+        self._classes: Mapping[str, str] = {}
+        self._exchange: _Running | None = None
+        self._own_time = OwnTime(host.now(), SLICE_S)
+        self._drained: list[Callable[[], None]] = []
+
+    def start(self) -> None:
+        pass
+
+    def now(self) -> float:
+        """The time that deadlines count in: own sleep is nobody's fault."""
+        return self._own_time.at(self.host.now())
+
+    def reset(self) -> None:
+        """Another leadership begins, or this one ends: what is under way is forgotten."""
+        self._frames.clear()
+        self._placement, self._exchange = None, None
+        self._drained.clear()
+
+    def route(
+        self, placement: Placement | None, routing: Mapping[int, LayerRouting], classes: Mapping[str, str]
+    ) -> None:
+        """What dispatches use from the next layer on."""
+        self._placement, self._routing, self._classes = placement, routing, classes
+
+    def when_drained(self, action: Callable[[], None]) -> None:
+        """Do it once the step that runs has ended."""
+        if self._exchange is None:
+            action()
+        else:
+            self._drained.append(action)
+
+    def step_ended(self) -> None:
+        drained, self._drained = self._drained, []
+        for action in drained:
+            action()
+
+    # -- frames -------------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        peer: str,
+        placement: Placement,
+        layer: int,
+        x: F32,
+        tokens: I32,
+        experts: I32,
+        answer: Callable[[Any], None],
+        weights: F32 | None = None,
+    ) -> int:
+        """One frame to one peer; `answer` gets its rows or the word with which it refuses."""
+        self._numbers += 1
+        number = self._numbers
+        self._frames[number] = _Frame(peer, self.host.now(), answer)
+        dispatch = Dispatch(placement.term, placement.epoch, number, layer, x, tokens, experts, weights)
+        self.host.send(peer, "dispatch", dispatch)
+        return number
+
+    def give_up(self, number: int, why: str) -> None:
+        """Wait no longer for a frame."""
+        frame = self._frames.pop(number, None)
+        if frame is not None:
+            frame.answer(why)
+
+    def lost(self, peer: str, why: str) -> None:
+        """A peer's connection broke, or it is silent: it owes nothing any more."""
+        for number in [number for number, frame in self._frames.items() if frame.peer == peer]:
+            self.give_up(number, why)
+
+    def receive(self, sender: str, message: Rows) -> None:
+        frame = self._frames.get(message.number)
+        if frame is None or frame.peer != sender:
+            return  # late, doubled, or made up
+        del self._frames[message.number]
+        if message.refusal:
+            frame.answer(message.refusal)
+            return
+        self.timed(sender, len(message.values), self.host.now() - frame.sent)
+        frame.answer(message.values)
+
+    # -- layers -------------------------------------------------------------------------------------------------
+
+    def compute(self, choice: Choice, done: Callable[[F32 | SwarmError], None]) -> None:
+        """The chosen experts' rows, float32 [T, USED, WIDTH], their sums [T, WIDTH], or why there are none."""
+        if self._placement is None:
+            done(NotReady("nothing is placed", layer=choice.layer))
+            return
+        try:
+            running = _Running(self, self._placement, self._routing[choice.layer], self._classes, choice, done)
+        except ExpertsUnavailable as error:
+            done(error)
+            return
+        self._exchange = running
+        running.begin()
+
+    def own_copy(self, asked: Asked, choice: Choice, answer: Callable[[Any], None]) -> None:
+        part = asked.part
+        rows = self._experts.rows(choice.layer, choice.x[part.rows], part.tokens, part.experts)
+        if asked.weights is not None:
+            rows = weighted_sums(rows, asked.weights, part.tokens)
+        self.host.after(OWN_COPY_S, lambda: answer(rows))
+
+    def ended(self, running: _Running) -> bool:
+        """Whether this exchange counted until now."""
+        if self._exchange is not running:
+            return False
+        self._exchange = None
+        return True
+
+    def counts(self, running: _Running) -> bool:
+        return self._exchange is running
+
+
+class _Running:
+    """One layer's exchange, with what carries it."""
+
+    def __init__(
+        self,
+        dispatching: Dispatching,
+        placement: Placement,
+        routing: LayerRouting,
+        classes: Mapping[str, str],
+        choice: Choice,
+        done: Callable[[F32 | SwarmError], None],
+    ) -> None:
+        self._dispatching = dispatching
+        self._placement = placement
+        self._choice = choice
+        self._done = done
+        self._plan = plan(choice.ids, routing)
+        self._groups: Plan | None = None  # rows are asked for although sums are wanted, and added by this plan
+        by_slot: list[F32] | None = None
+        if dispatching.sums and routing.groups is not None:
+            self._groups = plan(choice.ids, routing.groups)
+        elif dispatching.sums:
+            by_slot = [choice.weights.reshape(-1)]
+        self.exchange = Exchange(choice.layer, WIDTH, routing, classes, [self._plan], by_slot)
+        self._numbers: dict[int, int] = {}  # id of an Asked -> its frame
+
+    def begin(self) -> None:
+        self._send(self.exchange.asked())
+        self._watch()
+
+    def _send(self, some: list[Asked]) -> None:
+        for asked in some:
+            self._send_one(asked)
+
+    def _send_one(self, asked: Asked) -> None:
+        part, dispatching, choice = asked.part, self._dispatching, self._choice
+        if part.peer == dispatching.host.name:
+            dispatching.own_copy(asked, choice, lambda values: self._answer(asked, values))
+            return
+        rows, rate, now = len(part.experts), dispatching.rates(part.peer), dispatching.now()
+        asked.overdue_at = now + deadline_s(rows, 4 * WIDTH * (len(part.rows) + rows), rate)
+        asked.hedge_at = now + hedge_after_s(rows, rate)
+        x = choice.x[part.rows]
+        self._numbers[id(asked)] = dispatching.send(
+            part.peer,
+            self._placement,
+            choice.layer,
+            x,
+            part.tokens,
+            part.experts,
+            lambda values: self._answer(asked, values),
+            asked.weights,
+        )
+
+    def _answer(self, asked: Asked, values: Any) -> None:
+        """Rows came, or a word that says why none will."""
+        if not self._dispatching.counts(self):
+            return
+        if isinstance(values, str):
+            error = ExpertsUnavailable(values, layer=self._choice.layer, peer=asked.part.peer, cause=values)
+            self._fail(asked, error)
+            return
+        fault = self.exchange.fault(asked, values)
+        if fault is not None:
+            self._fail(asked, fault)
+            return
+        self.exchange.answered(asked, values)
+        self._look()
+
+    def _fail(self, asked: Asked, error: ExpertsUnavailable) -> None:
+        host = self._dispatching.host
+        host.world.note(f"{host.name} misses rows of {asked.part.peer}: {error.message}")
+        self._dispatching.failed(asked.part.peer, error.message)
+        try:
+            others = self.exchange.failed(asked, error)
+        except SwarmError as last:
+            if self._dispatching.ended(self):
+                self._done(last)
+            return
+        self._dispatching.replaced(len(others))
+        self._send(others)
+        self._look()
+
+    def _look(self) -> None:
+        dispatching, choice = self._dispatching, self._choice
+        if self.exchange.complete and dispatching.ended(self):
+            replies = {share.part.peer: share.values for share in self.exchange.shares if share.values is not None}
+            if dispatching.sums and self._groups is None:
+                result = add_partials(self._plan, replies, WIDTH)
+            else:
+                result = np.full((len(choice.x), USED, WIDTH), np.nan, np.float32)
+                gather(self._plan, replies, result)
+                if self._groups is not None:
+                    result = sum_rows(self._groups, result, choice.weights)
+            dispatching.combined(self._placement, choice, result)
+            self._done(result)
+
+    def _watch(self) -> None:
+        """Look for what is late, again and again."""
+        if not self._dispatching.counts(self):
+            return
+        now = self._dispatching.now()
+        for asked in self.exchange.overdue(now):
+            self._dispatching.give_up(self._numbers[id(asked)], "timeout")
+            if not self._dispatching.counts(self):
+                return
+        self._send(self.exchange.hedge(now))
+        self._dispatching.host.after(SLICE_S, self._watch)

@@ -1,0 +1,87 @@
+"""What goes wrong in a whole swarm: what the nemesis does to elections, less often, and workers that turn bad.
+
+Faults leave time to serve between them, and many strike in the middle of a token: at a moment when a dispatch has just
+left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tests.simulator.messages import Dispatch
+from tests.simulator.nemesis import Nemesis
+from tests.simulator.volunteer import PASSING, Mischief
+
+if TYPE_CHECKING:
+    from tests.simulator.whole import WholeSwarm
+
+AT_DISPATCH = 0.02  # chance that a dispatch is what a fault waits for
+AT_DISPATCH_S_MIN = 1.5  # between two of those
+
+
+class Harm(Nemesis):
+    """See the module."""
+
+    fault_s = (0.5, 8.0)
+    change_s = (1.0, 8.0)
+    first_split = 0.1
+    losses = (0, 0, 0.01, 0.05)
+    crash_at_write = (0.05, 0.05)
+
+    def __init__(self, swarm: WholeSwarm, until: float) -> None:
+        super().__init__(swarm, until)
+        self._whole = swarm
+        self._struck = 0.0
+        self._faults += [self._spoil_worker, self._crash_worker]
+        swarm.network.taps.append(self._sent)
+
+    def _sent(self, sender: str, receiver: str, channel: str, message: Any) -> None:
+        """Hears every message (the network's tap)."""
+        now = self._world.now
+        if not isinstance(message, Dispatch) or now >= self._until or now - self._struck < AT_DISPATCH_S_MIN:
+            return
+        if self._random.random() < AT_DISPATCH:
+            self._struck = now
+            self._world.at(now + self._random.uniform(0, 0.03), self._choose_at_dispatch(sender, receiver))
+
+    def _choose_at_dispatch(self, leader: str, worker: str) -> Callable[[], None]:
+        hosts, random = self._swarm.hosts, self._random
+        victim = hosts.get(random.choice((leader, worker, worker)))
+        if victim is None:
+            return self._spoil_worker
+        seconds = random.choice((0.3, 2.0, 6.0))
+        chosen: list[Callable[[], None]] = [
+            lambda: self._bring_down(victim, seconds),
+            lambda: self._stop_one(victim, seconds),
+            lambda: self._cut([(leader, worker), (worker, leader)], seconds),
+            lambda: self._cut([(worker, leader)], seconds),
+            lambda: self._spoil(worker, seconds),
+        ]
+        return random.choice(chosen)
+
+    # -- faults -------------------------------------------------------------------------------------------------
+
+    def _spoil_worker(self) -> None:
+        self._spoil(self._random.choice(self._whole.volunteers), self._random.choice((0.5, 3.0, 12.0)))
+
+    def _crash_worker(self) -> None:
+        self._bring_down(self._swarm.hosts[self._random.choice(self._whole.volunteers)], 2.0)
+
+    def _spoil(self, worker: str, seconds: float) -> None:
+        """A worker turns bad for a while."""
+        health = self._whole.machines.health.get(worker)
+        if health is None or health.mischief is not Mischief.NOTHING or self._world.now >= self._until:
+            return
+        health.mischief = self._random.choice((*PASSING, Mischief.CANNOT_LOAD))
+        self._world.note(f"{worker} is bad: {health.mischief}")
+
+        def over() -> None:
+            health.mischief = Mischief.NOTHING
+
+        self._for_a_while(seconds, over)
+
+    def _end(self) -> None:
+        for health in self._whole.machines.health.values():
+            health.mischief = Mischief.NOTHING
+        super()._end()
