@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import struct
 from random import Random
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.netns.links import QUEUE_BYTES_MAX, Links, destination, is_multicast, opens_connection
+from tests.netns.links import QUEUE_BYTES_MAX, QUEUE_BYTES_MIN, Links, destination, is_multicast, opens_connection
 
 ADDRESSES = [[f"10.77.0.{i}", f"fd77::{i}"] for i in (1, 2, 3)]
 SYN, ACK = 0x02, 0x10
@@ -45,18 +46,22 @@ def test_a_packet_arrives_after_its_delay(links: Links, to: str) -> None:
     assert links.counts == {"delivered": 1}
 
 
-def test_a_rate_spaces_packets_and_its_queue_has_an_end(links: Links) -> None:
+def test_a_rate_spaces_packets(links: Links) -> None:
     links.set(0, 1, rate_bytes_s=1000.0, delay_s=1.0)
     for _ in range(3):
         links.send(0, packet("10.77.0.2", bytes(80)), 0.0)  # 100 bytes
     assert [len(links.receive(now)) for now in (1.09, 1.11, 1.19, 1.21, 1.31)] == [0, 1, 0, 1, 1]
-    huge = packet("10.77.0.2", bytes(QUEUE_BYTES_MAX // 2))
-    for _ in range(3):
-        links.send(0, huge, 2.0)
-    assert links.counts["full"] == 2  # two halves and their headers are over the whole
-    links.receive(1e9)
-    links.send(0, huge, 1e9)
-    assert links.counts["full"] == 2
+
+
+@pytest.mark.parametrize(("rate", "room"), [(1e3, QUEUE_BYTES_MIN), (1e6, 600_000), (math.inf, QUEUE_BYTES_MAX)])
+def test_a_queue_has_an_end_and_room_again(links: Links, rate: float, room: int) -> None:
+    links.set(0, 1, rate_bytes_s=rate, delay_s=0.1)
+    piece = packet("10.77.0.2", bytes(room // 8 - 20))
+    for now in (0.0, 1e6):
+        for _ in range(10):
+            links.send(0, piece, now)
+        assert len(links.receive(now + 1e5)) == 8
+    assert links.counts == {"full": 4, "delivered": 16}
 
 
 def test_a_cut_link_loses_what_is_on_it_and_only_in_its_direction(links: Links) -> None:

@@ -17,8 +17,12 @@ from random import Random
 from typing import Any, Final
 
 QUEUE_BYTES_MAX: Final = 16 << 20
-"""Waiting on one link. Above what Linux lets one TCP connection keep in flight (6 MiB), so that only a link with a
-rate ever drops packets for want of room, as a router would."""
+"""On one link. Above what Linux lets one TCP connection keep in flight (6 MiB): a link without a rate drops nothing."""
+
+QUEUE_SECONDS_MAX: Final = 0.5
+QUEUE_BYTES_MIN: Final = 32 << 10
+"""A link with a rate drops what would wait longer, as home routers do: many hold half a second, which is already more
+than any of their users want."""
 
 TCP: Final = 6
 _SYN, _ACK = 0x02, 0x10
@@ -34,6 +38,12 @@ class Link:
     cut: bool = False
     free_at_s: float = -math.inf  # when the last packet has been put on the wire
     waiting_bytes: int = 0
+
+    @property
+    def room_bytes(self) -> float:
+        """Of its queue, with what is under way."""
+        in_time = self.rate_bytes_s * (QUEUE_SECONDS_MAX + self.delay_s)
+        return min(QUEUE_BYTES_MAX, max(QUEUE_BYTES_MIN, in_time))
 
     @classmethod
     def check(cls, **changes: Any) -> None:
@@ -120,7 +130,7 @@ class Links:
             self.counts["cut"] += 1
         elif link.loss and self._random.random() < link.loss:
             self.counts["lost"] += 1
-        elif link.waiting_bytes + len(packet) > QUEUE_BYTES_MAX:
+        elif link.waiting_bytes + len(packet) > link.room_bytes:
             self.counts["full"] += 1
         else:
             link.free_at_s = max(now_s, link.free_at_s) + len(packet) / link.rate_bytes_s
