@@ -11,6 +11,7 @@ from pathlib import Path
 
 from capabilities.errors import NotReady
 from swarmnode.durable import write_whole
+from swarmnode.models import Models, OpenModel
 
 _NAME_BYTES_MAX = 255
 
@@ -55,6 +56,14 @@ class ModelChoice:
     def name(self, ids: Mapping[str, str]) -> str:
         """`choose`, of the models that are here. Raises as it does."""
         return choose(ids, self._configured, self.swarm_active, self._chosen)
+
+    def open(self, models: Models) -> OpenModel:
+        """Open the model to lead with. Blocks.
+
+        Raises:
+            SwarmError: there is none, no way to tell which, or it cannot be opened.
+        """
+        return models.open(self.name(models.ids()))
 
     def use(self, name: str, manifest_id: str) -> None:
         """Choose a model that this node holds, for itself and the swarm. Blocks: it is on disk afterwards."""

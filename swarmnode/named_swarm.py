@@ -23,10 +23,11 @@ from swarmnode.compute import choose_compute
 from swarmnode.config import Config
 from swarmnode.durable import next_counter
 from swarmnode.leader.protocols import LeaderProtocols
-from swarmnode.leader.service import Leader, choose_named
+from swarmnode.leader.service import Leader
 from swarmnode.leader.trunk import Trunks
 from swarmnode.machine import machine_name
 from swarmnode.member_messages import WIRE_VERSION, Hello
+from swarmnode.model_choice import ModelChoice
 from swarmnode.models import Models
 from swarmnode.net.interface import Network
 from swarmnode.paths import Paths
@@ -60,7 +61,7 @@ class NamedLeader(_NamedNode):
         self.models = Models(paths.models)
         serve_pings(network)
         ShardService(Serving(self.models, None).find).register(network)
-        choose = partial(choose_named, self.models, config.leader.model)
+        choose = partial(ModelChoice(paths.data / "model", config.leader.model).open, self.models)
         trunks, term = Trunks(config.leader, threads), next_counter(paths.data / "term")
         self.leader: Leader = Leader(LeaderProtocols(network), trunks, choose, config, threads, term)
         device = Device(config.compute.device, threads=threads)

@@ -17,8 +17,9 @@ from backends.experts import ExpertBackend, GgmlExperts
 from scheduler.sampling import SamplingParams
 from swarmnode.config import Config, parse_config
 from swarmnode.leader.protocols import LeaderProtocols
-from swarmnode.leader.service import Leader, choose_named
+from swarmnode.leader.service import Leader
 from swarmnode.leader.trunk import Trunks
+from swarmnode.model_choice import ModelChoice
 from swarmnode.models import Models
 from swarmnode.net.memory import MemoryHub, MemoryNetwork, open_memory_hub
 from swarmnode.pinger import serve_pings
@@ -120,7 +121,7 @@ class LeadingSwarm:
         assert heard.tokens == self.expected(ask)
 
     def make_leader(self, term: int, **more: Any) -> Leader:
-        choose = partial(choose_named, Models(self.folder / "models"), "")
+        choose = partial(ModelChoice(self.folder / "model", "").open, Models(self.folder / "models"))
         self.leader = Leader(self.protocols, self.trunks, choose, self.config, 1, term, **more)
         return self.leader
 

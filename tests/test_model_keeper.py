@@ -177,14 +177,22 @@ async def test_a_trunk_that_is_bad_in_itself_is_refused_once(original: Models, t
     forged = replace(good, trunk=hash_file(bad))
     with_source = Serving(original, None).find(good.id)
     assert with_source is not None
-    served = ServedModel(forged, forged.to_bytes(), with_source.source, bad)
-    async with node(tmp_path, {forged.id: served}.get) as peer:
+    served, requests = ServedModel(forged, forged.to_bytes(), with_source.source, bad), []
+
+    def find(manifest_id: str) -> ServedModel | None:
+        requests.append(manifest_id)
+        return served
+
+    async with node(tmp_path, find) as peer:
         peer.keeper.want(forged.id, [peer.source])
         assert isinstance(await peer.fails(), BadModelFile)
         assert peer.models.names() == []
         assert os.listdir(tmp_path / "here") == []
+        before = len(requests)
+        assert before >= 2
         peer.keeper.models_changed()
-        await trio.sleep(0.05)
+        await trio.sleep(1.2)  # a second after news, others are tried again
+        assert len(requests) == before
         assert peer.keeper.state.phase == "failed"
         assert peer.changes == []
 
@@ -250,6 +258,12 @@ async def test_the_budget_counts_trunks_and_experts(original: Models, tmp_path: 
         await fetch_experts(peer.network, [peer.source], manifest, wanted, peer.cache)
         before = peer.cache.statistics()
         peer.cache.budget_bytes = manifest.trunk.size + before.used_bytes // 2
+        with peer.cache.keep(layer.hashes):
+            peer.keeper.want(manifest.id, [peer.source])
+            assert "may not be evicted" in (await peer.fails()).message
+            assert not (tmp_path / "here" / f".fetch-{manifest.id}" / TRUNK).exists()
+        assert peer.cache.statistics() == replace(before, budget_bytes=peer.cache.budget_bytes)
+        peer.keeper.want(manifest.id, [])
         peer.keeper.want(manifest.id, [peer.source])
         await peer.holds()
         assert 0 < peer.cache.statistics().used_bytes <= before.used_bytes // 2, "experts made room"

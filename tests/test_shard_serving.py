@@ -116,6 +116,7 @@ def test_manifests_are_kept_within_a_bound_and_checked(tmp_path: Path, monkeypat
     assert restarted.get(manifests[1].id) is None
     assert restarted.get("0" * 64) is None
     assert restarted.get("../manifests/" + manifests[2].id) is None
+    assert restarted.get("\0") is None
     assert restarted.get(manifests[2].id) == manifests[2]
     shutil.rmtree(tmp_path)
     tmp_path.write_text("a file where the cache was")

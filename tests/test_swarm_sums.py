@@ -14,8 +14,9 @@ from backends.add_model import add_model
 from backends.sum_point import SumSearch
 from swarmnode.config import parse_config
 from swarmnode.leader.protocols import LeaderProtocols
-from swarmnode.leader.service import Leader, choose_named
+from swarmnode.leader.service import Leader
 from swarmnode.leader.trunk import Trunks
+from swarmnode.model_choice import ModelChoice
 from swarmnode.models import Models
 from swarmnode.net.memory import open_memory_hub
 from tests.expert_models import quiet, tiny_file
@@ -77,7 +78,7 @@ async def test_a_model_without_sums_is_refused_and_the_leader_says_why(
 ) -> None:
     add_model(tiny_file("olmoe"), tmp_path / "models" / "tiny", "tiny", quiet)
     monkeypatch.setattr(SumSearch, "see", lambda *_: None)
-    choose = partial(choose_named, Models(tmp_path / "models"), "")
+    choose = partial(ModelChoice(tmp_path / "model", "").open, Models(tmp_path / "models"))
     for combine, reason in (("partial-sum", "layer 0 does something else"), ("router-order", "")):
         config = parse_config(f'[leader]\nparallel = 1\ncontext_tokens = 64\ncombine = "{combine}"')
         async with open_memory_hub() as hub, trio.open_nursery() as nursery:

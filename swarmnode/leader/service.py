@@ -26,13 +26,13 @@ from swarmnode.config import Combine, Config
 from swarmnode.leader.engine import DecodeEngine
 from swarmnode.leader.members import Member, Members
 from swarmnode.leader.placer import Placer, PlacerSettings
-from swarmnode.leader.probe import ProbeReference
+from swarmnode.leader.probe import Obtain, ProbeReference, at_hand
 from swarmnode.leader.prompts import PromptService
 from swarmnode.leader.protocols import LeaderProtocols
 from swarmnode.leader.remote_experts import RemoteExperts
 from swarmnode.leader.trunk import Trunks
 from swarmnode.member_messages import Progress
-from swarmnode.models import Models, OpenModel
+from swarmnode.models import OpenModel
 from swarmnode.net.interface import Stream
 from swarmnode.prompt_messages import Ask, Failed, Reply
 
@@ -75,22 +75,6 @@ class ActiveModel:
         }
 
 
-def choose_named(models: Models, wanted: str) -> OpenModel:
-    """Open the model that the configuration names, or the only one there is.
-
-    Raises:
-        SwarmError: there is none, or a choice.
-    """
-    names = models.names()
-    if wanted:
-        return models.open(wanted)
-    if not names:
-        raise NotReady("a model to serve: `swarmctl model add FILE`")
-    if len(names) > 1:
-        raise NotReady(f"a choice: leader.model names one of {', '.join(names)} in the configuration")
-    return models.open(names[0])
-
-
 class Leader:
     """Run `run` in a nursery, once. `reason` says why no model is active yet."""
 
@@ -102,11 +86,15 @@ class Leader:
         config: Config,
         threads: int,
         term: int,
+        *,
+        borrow: Callable[[Manifest], Obtain] | None = None,
     ) -> None:
         """term: which leadership this is; it fences what is dispatched.
 
         choose: opens the model to serve, in a thread; NotReady (or another SwarmError) says what is missing. It is
         asked again whenever `models_changed` was called.
+
+        borrow: how experts are had for a moment, to probe with, of a model whose file is not here.
         """
         network = protocols.network
         self.term = term
@@ -116,6 +104,7 @@ class Leader:
         self._network = network
         self._trunks = trunks
         self._choose = choose
+        self._borrow = borrow
         self._config = config
         self._threads = threads
         self._models_changed = trio.Event()
@@ -228,7 +217,8 @@ class Leader:
             Vocabulary(model.vocabulary.n_vocab, model.vocabulary.piece, model.vocabulary.is_end),
         )
         engine = DecodeEngine(model, remote, batcher)
-        reference = ProbeReference(manifest, opened.served.source, Device(threads=self._threads))
+        obtain = at_hand if opened.gguf is not None or self._borrow is None else self._borrow(manifest)
+        reference = ProbeReference(manifest, opened.served.source, Device(threads=self._threads), obtain)
         sums = config.combine == "partial-sum"
         settings = PlacerSettings(swarm.workers_expected, swarm.settle_s, config.activations, sums)
         placer = Placer(self._network, self.members, manifest, reference, remote, engine, settings, self.term)

@@ -40,7 +40,7 @@ class Borrowing:
             ExpertsUnavailable: neither the holder nor anybody else gave them in time.
             CacheError: the cache cannot take them.
         """
-        sources = [peer for peer in dict.fromkeys([holder, *self._others()]) if peer != self._network.peer_id]
+        sources = list(dict.fromkeys([holder, *self._others()]))
         seconds = len(experts) * layer.expert_bytes / limits.BORROW_BYTES_PER_SECOND_MIN
         async with self._turns:
             with self._cache.keep(layer.hashes[expert] for expert in experts):
