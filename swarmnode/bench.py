@@ -2,7 +2,8 @@
 
 Machines differ and are noisy, so the figure that counts is a ratio: both sides answer the same prompt in turns, with
 the same number of threads in every process, and each figure is the median over the rounds. The swarm is real: a leader
-and its workers as processes, joined by libp2p on loopback, asked over the control socket like by any user.
+and its workers as processes, joined by libp2p on loopback, asked over the control socket like by any user. Each worker
+keeps to one core, as it would have one to itself on a machine of its own.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def run_bench(
     try:
         prompt = _prompt(undivided, prompt_tokens)
         leader = {"leader": {"context_tokens": context, "parallel": 1, "fast": fast, "combine": combine}}
-        with LocalSwarm(root, workers, leader=leader, each={"compute": {"threads": THREADS}}) as swarm:
+        each = {"compute": {"threads": THREADS}}
+        with LocalSwarm(root, workers, leader=leader, each=each, own_cores=True) as swarm:
             swarm.add_model(path, progress)
             swarm.wait_ready(progress)
             result.update(_measure(swarm, undivided, prompt, tokens, rounds, progress))

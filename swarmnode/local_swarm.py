@@ -47,6 +47,7 @@ class LocalNode:
     environment: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     enter: tuple[str, ...] = ()  # words before the command: where it is to run
+    core: int | None = None  # the only one that it may use
 
     @property
     def socket(self) -> Path:
@@ -74,6 +75,8 @@ class LocalNode:
                 env={**os.environ, **self.environment},
                 start_new_session=True,  # Ctrl-C at the terminal is for us; we end the daemons in order
             )
+            if sys.platform == "linux" and self.core is not None:
+                os.sched_setaffinity(self.process.pid, {self.core})  # its threads, which are still to come, inherit it
 
     def write_settings(self) -> Path:
         """The configuration file, as the daemon reads it when it starts (again)."""
@@ -143,7 +146,11 @@ class LocalNode:
 
 
 class LocalSwarm:
-    """One leader and `workers` workers under `root`. Start it as a context manager."""
+    """One leader and `workers` workers under `root`. Start it as a context manager.
+
+    `own_cores` (Linux): each worker stays on one core, in turns, as if that were its machine. Otherwise the kernel
+    wakes two of them on the same core every so often, where one waits until the other has computed.
+    """
 
     def __init__(
         self,
@@ -153,6 +160,7 @@ class LocalSwarm:
         leader: Settings | None = None,
         worker: Settings | None = None,
         each: Settings | None = None,
+        own_cores: bool = False,
     ) -> None:
         base: dict[str, dict[str, Any]] = {"node": {"listen": ["/ip4/127.0.0.1/tcp/0"]}, "log": {"format": "json"}}
         merged = _merge(base, each or {})
@@ -171,6 +179,10 @@ class LocalSwarm:
             )
             for i in range(1, workers + 1)
         ]
+        if own_cores and sys.platform == "linux":
+            cores = sorted(os.sched_getaffinity(0))
+            for i, node in enumerate(self.workers):
+                node.core = cores[i % len(cores)]
         self.kept = False
 
     @property

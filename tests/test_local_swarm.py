@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,3 +43,13 @@ def test_an_interrupt_while_a_daemon_is_being_started_leaves_none_behind(
         for process in started:
             process.kill()
             process.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs sched_setaffinity")
+def test_workers_may_have_cores_of_their_own(tmp_path: Path) -> None:
+    all_cores = os.sched_getaffinity(0)
+    with LocalSwarm(tmp_path, 2, own_cores=True) as swarm:
+        leader, *workers = (os.sched_getaffinity(node.pid) for node in swarm.nodes)
+    assert leader == all_cores
+    assert [len(cores) for cores in workers] == [1, 1]
+    assert len(set.union(*workers)) == min(2, len(all_cores))
