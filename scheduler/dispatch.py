@@ -188,6 +188,8 @@ def plan(ids: NDArray[np.int32], routing: LayerRouting) -> Plan:
     n_tokens, n_used = ids.shape
     chosen = np.ascontiguousarray(ids, dtype=np.int32).reshape(-1)
     owners = routing.owners(chosen)
+    if n_tokens == 1:
+        return Plan(routing.layer, 1, n_used, _parts_of_one_token(routing, owners, chosen))
     order = owners.argsort(kind="stable")  # by peer, then by slot
     return Plan(routing.layer, n_tokens, n_used, _parts(routing, owners[order], order // n_used, chosen[order], order))
 
@@ -203,6 +205,23 @@ def retry(part: PeerRows, routing: LayerRouting, unreachable: Collection[str] = 
     order = owners.argsort(kind="stable")  # slots ascend within a part, so they do for each peer
     tokens = part.rows[part.tokens[order]]
     return _parts(others, owners[order], tokens, part.experts[order], part.slots[order])
+
+
+def _parts_of_one_token(
+    routing: LayerRouting, owners: NDArray[np.int64], experts: NDArray[np.int32]
+) -> tuple[PeerRows, ...]:
+    """The same as `_parts` for a decode step's few experts [K] by slot, dealt out sooner than NumPy has begun."""
+    slots_of: dict[int, list[int]] = {}
+    for slot, owner in enumerate(owners.tolist()):
+        slots_of.setdefault(owner, []).append(slot)
+    if len(routing.peers) in slots_of:
+        raise routing.unavailable(experts)
+    parts = []
+    for owner in sorted(slots_of):
+        slots = np.array(slots_of[owner])
+        zeros = np.zeros(len(slots), np.int32)  # each answer's index into the one row that is sent
+        parts.append(PeerRows(routing.peers[owner], zeros[:1], zeros, experts[slots], slots))
+    return tuple(parts)
 
 
 def _parts(
