@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from capabilities.errors import Internal, SwarmError
-from scheduler.attempts import Leading
+from scheduler.attempts import Deliver, Leading
 from scheduler.placement import Placement
 from tests.simulator.checks import Breach, Checks
 from tests.simulator.toy import F32, USED, Choice, Experts
@@ -56,7 +56,7 @@ class Answers:
     def asked(self, host: Host, query: Query) -> None:
         self._open[query] = (host, host.boots)
 
-    def delivered(self, host: Host, query: Query, index: int, token: int, leader: Leading) -> None:
+    def delivered(self, host: Host, query: Query, token: Deliver, leader: Leading) -> None:
         """A token was accepted."""
         mandate = self._checks.terms.get(leader.term)
         if mandate is None or mandate.leader != leader.peer:
@@ -66,21 +66,27 @@ class Answers:
             raise Breach(f"token of an old leader: {query.name} took one of {leader} in term {newest}")
         self._terms[query] = leader.term
         self._leaders.setdefault(query, set()).add(leader)
-        if index != len(query.got):
-            raise Breach(f"token {index} of {query.name} came after {len(query.got)} tokens")
-        query.got.append(token)
-        if self._exact and (index >= len(query.wanted) or query.wanted[index] != token):
-            raise Breach(f"another answer: {query.name} got {query.got} instead of {query.wanted}")
+        if token.index != len(query.got):
+            raise Breach(f"token {token.index} of {query.name} came after {len(query.got)} tokens")
+        query.got.append(token.token)
+        query.text += token.text
+        if self._exact:
+            tokens, text = query.wanted
+            if query.got != list(tokens[: len(query.got)]) or not text.startswith(query.text):
+                raise Breach(f"another answer: {query.name} got {query.got} {query.text!r} instead of {query.wanted}")
 
-    def finished(self, host: Host, query: Query) -> None:
+    def finished(self, query: Query, rest: str) -> None:
+        """The answer is complete, with the rest of its text."""
         query.finished = True
+        query.text += rest
         self._end(query)
-        if self._exact and tuple(query.got) != query.wanted:
-            raise Breach(f"another answer: {query.name} ended with {query.got} instead of {query.wanted}")
+        if self._exact and (tuple(query.got), query.text) != query.wanted:
+            raise Breach(f"another answer: {query.name} ended with {query.got} {query.text!r}, not {query.wanted}")
         self.complete += 1
         self.went_on += len(self._leaders.pop(query, ())) > 1
 
-    def failed(self, host: Host, query: Query, error: SwarmError) -> None:
+    def failed(self, query: Query, error: SwarmError) -> None:
+        """It ended without an answer."""
         query.error = error
         self._end(query)
         if type(error) in (Internal, SwarmError):
@@ -100,7 +106,7 @@ class Answers:
         for query, (host, boot) in list(self._open.items()):
             if query.dropped or not host.up or host.boots != boot:
                 self._end(query)
-            elif not host.stopped and now - query.asked_at > 1.2 * query.deadline_s + LATE_S_MAX:
+            elif not host.stopped and now - query.asked_at > 1.2 * query.request.deadline_s + LATE_S_MAX:
                 raise Breach(f"hangs: {query.name} has heard nothing {now - query.asked_at:.1f} s after it was asked")
 
 

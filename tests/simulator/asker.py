@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from capabilities.errors import SwarmError
 from scheduler.attempts import Attempts, Deliver, Fail, Finish, Leading, Submit
+from scheduler.requests import Request
 from scheduler.sampling import SamplingParams
 from scheduler.term_guard import StaleTerm, UncertifiedTerm
 from tests.simulator.answers import Answers
@@ -21,7 +22,8 @@ from tests.simulator.toy import TOKENS, Experts, undisturbed
 
 SILENCE_S_MAX = 4.0
 PAUSE_S = (0.1, 2.5)  # between two requests of an asker
-DEADLINES_S = (2.0, 12.0, 30.0)
+DEADLINES_S = (3.0, 15.0, 30.0, 30.0)
+STOPS: tuple[tuple[str, ...], ...] = ((), (), ("ab", "fed"), ("é",))
 LINGER_S = 1.0  # how long the stream of an attempt that is over stays
 GOES_AWAY = 0.08  # share of the requests whose asker loses patience
 
@@ -30,22 +32,23 @@ GOES_AWAY = 0.08  # share of the requests whose asker loses patience
 class Query:
     """One request."""
 
-    name: str
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    max_tokens: int
-    deadline_s: float
+    request: Request
     experts: Experts = field(repr=False)
     asked_at: float = 0.0  # simulated time
     got: list[int] = field(default_factory=list)
+    text: str = ""
     finished: bool = False
     error: SwarmError | None = None
     dropped: bool = False  # its asker went away
 
+    @property
+    def name(self) -> str:
+        return self.request.id
+
     @cached_property
-    def wanted(self) -> tuple[int, ...]:
-        """The whole answer, as one machine would give it."""
-        return tuple(undisturbed(self.experts, self.prompt, self.params, self.max_tokens, CONTEXT_TOKENS))
+    def wanted(self) -> tuple[tuple[int, ...], str]:
+        """The whole answer, as one machine would give it: tokens and text."""
+        return undisturbed(self.experts, self.request, CONTEXT_TOKENS)
 
     @property
     def ended(self) -> bool:
@@ -91,28 +94,34 @@ class Asker:
 
     def ask(self, deadline_s: float) -> Query:
         """Ask something; the query tells how it goes."""
-        random = self.host.random
-        self._count += 1
-        prompt = tuple(random.randrange(1, TOKENS) for _ in range(random.randrange(1, 7)))
-        sampled = SamplingParams(
-            temperature=random.choice((0.0, 0.8, 1.5)),
-            top_k=random.choice((0, 8)),
-            seed=random.randrange(2**32),
-            presence_penalty=random.choice((0.0, 0.0, 0.5)),
-        )
-        max_tokens = random.randrange(1, 25)
-        query = Query(
-            f"{self.host.name}.{self.host.boots}.{self._count}", prompt, sampled, max_tokens, deadline_s, self._experts
-        )
+        query = Query(self._request(deadline_s), self._experts)
         query.asked_at = self.host.world.now
         self._answers.asked(self.host, query)
         self._running = [each for each in self._running if not each.query.ended]
         running = _Running(self, query)
         self._running.append(running)
         running.begin()
-        if random.random() < GOES_AWAY:
-            self.host.after(random.uniform(0, 1.0), running.drop)
+        if self.host.random.random() < GOES_AWAY:
+            self.host.after(self.host.random.uniform(0, 1.0), running.drop)
         return query
+
+    def _request(self, deadline_s: float) -> Request:
+        random = self.host.random
+        self._count += 1
+        return Request(
+            f"{self.host.name}.{self.host.boots}.{self._count}",
+            tuple(random.randrange(1, TOKENS) for _ in range(random.randrange(1, 7))),
+            SamplingParams(
+                temperature=random.choice((0.0, 0.8, 1.5)),
+                top_k=random.choice((0, 8)),
+                seed=random.randrange(2**32),
+                presence_penalty=random.choice((0.0, 0.0, 0.5)),
+            ),
+            max_tokens=random.randrange(1, 25),
+            stop=random.choice(STOPS),
+            deadline_s=deadline_s,
+            choice=random.randrange(3),
+        )
 
     def _follow(self) -> None:
         for running in list(self._running):
@@ -126,9 +135,10 @@ class _Running:
         self.query = query
         self._asker = asker
         self._host = asker.host
-        self._attempts = asker._attempts(query.name, self._host.now(), deadline_s=query.deadline_s)
+        self._attempts = asker._attempts(query.name, self._host.now(), deadline_s=query.request.deadline_s)
         self._stream: End | None = None
         self._heard = 0.0
+        self._rest = ""  # text that came with the end
         self._timer = 0
 
     def begin(self) -> None:
@@ -158,14 +168,14 @@ class _Running:
                     leader = self._attempts.leader
                     assert leader is not None
                     self._host.world.note(f"{query.name} gets {effect.index} {effect.token} of {leader}")
-                    answers.delivered(self._host, query, effect.index, effect.token, leader)
+                    answers.delivered(self._host, query, effect, leader)
                 case Finish():
                     self._close()
-                    answers.finished(self._host, query)
+                    answers.finished(query, self._rest)
                 case Fail():
                     self._close()
                     self._host.world.note(f"{query.name} fails: {effect.error.message}")
-                    answers.failed(self._host, query, effect.error)
+                    answers.failed(query, effect.error)
         self._wait()
 
     def _wait(self) -> None:
@@ -190,19 +200,9 @@ class _Running:
         self._stream, self._heard = stream, self._host.now()
         stream.on_message = lambda message: self._heard_of(effect, stream, message)
         stream.on_close = lambda: self._lost(effect, stream, "its stream broke")
-        left = query.deadline_s if effect.deadline_s is None else effect.deadline_s
-        stream.send(
-            Ask(
-                query.name,
-                effect.attempt,
-                effect.leader.term,
-                query.prompt,
-                query.params,
-                query.max_tokens,
-                left,
-                effect.generated,
-            )
-        )
+        left = query.request.deadline_s if effect.deadline_s is None else effect.deadline_s
+        request = replace(query.request, deadline_s=left, generated=effect.generated)
+        stream.send(Ask(effect.attempt, effect.leader.term, request))
         self._listen(effect, stream)
 
     def _close(self) -> None:
@@ -236,8 +236,9 @@ class _Running:
         self._heard = now
         match message:
             case Token():
-                self._act(self._attempts.token(attempt, message.index, message.token, ""))
+                self._act(self._attempts.token(attempt, message.index, message.token, message.text))
             case Done():
+                self._rest = message.text
                 self._act(self._attempts.done(attempt))
             case Failed():
                 self._act(self._attempts.failed(attempt, message.error, now))

@@ -19,7 +19,7 @@ from scheduler.own_time import OwnTime
 from scheduler.placement import Placement
 from tests.simulator.host import Host
 from tests.simulator.messages import Dispatch, Rows
-from tests.simulator.toy import F32, I32, USED, WIDTH, Choice, Experts
+from tests.simulator.toy import CHUNK_TOKENS, F32, I32, USED, WIDTH, Choice, Experts
 
 SLICE_S = 0.25  # how often is looked for what is overdue, at most
 OWN_COPY_S = 0.02  # to compute a part from the leader's own file
@@ -183,14 +183,15 @@ class _Running:
         self._placement = placement
         self._choice = choice
         self._done = done
-        self._plan = plan(choice.ids, routing)
-        self._groups: Plan | None = None  # rows are asked for although sums are wanted, and added by this plan
+        self._chunks = [choice.part(start) for start in range(0, len(choice.x), CHUNK_TOKENS)]
+        self._plans = [plan(chunk.ids, routing) for chunk in self._chunks]
+        self._groups: list[Plan] = []  # rows are asked for although sums are wanted, and added by these plans
         by_slot: list[F32] | None = None
         if dispatching.sums and routing.groups is not None:
-            self._groups = plan(choice.ids, routing.groups)
+            self._groups = [plan(chunk.ids, routing.groups) for chunk in self._chunks]
         elif dispatching.sums:
-            by_slot = [choice.weights.reshape(-1)]
-        self.exchange = Exchange(choice.layer, WIDTH, routing, classes, [self._plan], by_slot)
+            by_slot = [chunk.weights.reshape(-1) for chunk in self._chunks]
+        self.exchange = Exchange(choice.layer, WIDTH, routing, classes, self._plans, by_slot)
         self._numbers: dict[int, int] = {}  # id of an Asked -> its frame
 
     def begin(self) -> None:
@@ -202,7 +203,7 @@ class _Running:
             self._send_one(asked)
 
     def _send_one(self, asked: Asked) -> None:
-        part, dispatching, choice = asked.part, self._dispatching, self._choice
+        part, dispatching, choice = asked.part, self._dispatching, self._chunks[asked.share.chunk]
         if part.peer == dispatching.host.name:
             dispatching.own_copy(asked, choice, lambda values: self._answer(asked, values))
             return
@@ -251,18 +252,24 @@ class _Running:
         self._look()
 
     def _look(self) -> None:
-        dispatching, choice = self._dispatching, self._choice
-        if self.exchange.complete and dispatching.ended(self):
-            replies = {share.part.peer: share.values for share in self.exchange.shares if share.values is not None}
-            if dispatching.sums and self._groups is None:
-                result = add_partials(self._plan, replies, WIDTH)
-            else:
-                result = np.full((len(choice.x), USED, WIDTH), np.nan, np.float32)
-                gather(self._plan, replies, result)
-                if self._groups is not None:
-                    result = sum_rows(self._groups, result, choice.weights)
-            dispatching.combined(self._placement, choice, result)
+        if self.exchange.complete and self._dispatching.ended(self):
+            result = np.concatenate([self._result(number) for number in range(len(self._chunks))])
+            self._dispatching.combined(self._placement, self._choice, result)
             self._done(result)
+
+    def _result(self, number: int) -> F32:
+        """A chunk's rows [T, USED, WIDTH], or its totals [T, WIDTH]."""
+        split, chunk = self._plans[number], self._chunks[number]
+        replies = {
+            share.part.peer: share.values
+            for share in self.exchange.shares
+            if share.chunk == number and share.values is not None
+        }
+        if self._dispatching.sums and not self._groups:
+            return add_partials(split, replies, WIDTH)
+        rows = np.full((len(chunk.x), USED, WIDTH), np.nan, np.float32)
+        gather(split, replies, rows)
+        return sum_rows(self._groups[number], rows, chunk.weights) if self._groups else rows
 
     def _watch(self) -> None:
         """Look for what is late, again and again."""

@@ -76,6 +76,13 @@ class Forger:
         else:
             self._send(self.name, random.choice(self._backbone), "election", self._invented_message())
 
+    def order(self, seen: Any) -> None:
+        """Repeat an order of a leader that was seen, in another name, perhaps in another term."""
+        random = self._random
+        term = seen.term + random.choice((0, 0, 1, 1_000))
+        sender = random.choice([self.name, *self._backbone])
+        self._send(sender, random.choice(self._workers), "dispatch", replace(seen, term=term))
+
     def _send(self, sender: str, receiver: str, channel: str, message: Any) -> None:
         self._forged[id(message)] = message
         self._network.send(sender, receiver, channel, message)

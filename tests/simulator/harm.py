@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tests.simulator.forger import Forger
 from tests.simulator.messages import Dispatch
-from tests.simulator.nemesis import Nemesis
+from tests.simulator.nemesis import FAULT_S, FORGE_S, Nemesis
 from tests.simulator.volunteer import PASSING, Mischief
 
 if TYPE_CHECKING:
     from tests.simulator.whole import WholeSwarm
 
-AT_DISPATCH = 0.02  # chance that a dispatch is what a fault waits for
+ROUGH = 0.15  # share of the seeds that are as rough as elections alone
+AT_DISPATCH = 0.03  # chance that a dispatch is what a fault waits for
 AT_DISPATCH_S_MIN = 1.5  # between two of those
 
 
@@ -33,12 +35,22 @@ class Harm(Nemesis):
         super().__init__(swarm, until)
         self._whole = swarm
         self._struck = 0.0
+        if self._random.random() < ROUGH:
+            self.fault_s = FAULT_S
+        self._dispatches = ForgedDispatches(swarm.forger)
         self._faults += [self._spoil_worker, self._crash_worker]
         swarm.network.taps.append(self._sent)
+
+    def begin(self) -> None:
+        super().begin()
+        if self._random.random() < 0.5:
+            self._repeat(FORGE_S, self._dispatches.strike)
 
     def _sent(self, sender: str, receiver: str, channel: str, message: Any) -> None:
         """Hears every message (the network's tap)."""
         now = self._world.now
+        if isinstance(message, Dispatch):
+            self._dispatches.overhear(message)
         if not isinstance(message, Dispatch) or now >= self._until or now - self._struck < AT_DISPATCH_S_MIN:
             return
         if self._random.random() < AT_DISPATCH:
@@ -47,7 +59,7 @@ class Harm(Nemesis):
 
     def _choose_at_dispatch(self, leader: str, worker: str) -> Callable[[], None]:
         hosts, random = self._swarm.hosts, self._random
-        victim = hosts.get(random.choice((leader, worker, worker)))
+        victim = hosts.get(random.choice((leader, worker)))
         if victim is None:
             return self._spoil_worker
         seconds = random.choice((0.3, 2.0, 6.0))
@@ -85,3 +97,19 @@ class Harm(Nemesis):
         for health in self._whole.machines.health.values():
             health.mischief = Mischief.NOTHING
         super()._end()
+
+
+class ForgedDispatches:
+    """Work that nobody ordered: of a stranger, or of a backbone peer that does not lead (any more)."""
+
+    def __init__(self, forger: Forger) -> None:
+        self._forger = forger
+        self._seen: Dispatch | None = None
+
+    def overhear(self, dispatch: Dispatch) -> None:
+        self._seen = dispatch
+
+    def strike(self) -> None:
+        """Repeat the last one in another's name, perhaps with another term."""
+        if self._seen is not None:
+            self._forger.order(self._seen)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from capabilities.errors import NoLeader, NotReady, SwarmError
 from scheduler.election_state import LeaderChanged
-from scheduler.requests import Effect, FailedEffect, FinishedEffect, Request, TokenEffect
+from scheduler.requests import Effect, FailedEffect, FinishedEffect, TokenEffect
 from tests.simulator.dispatching import Dispatching
 from tests.simulator.election import BackbonePeer
 from tests.simulator.engine import Engine
@@ -114,32 +114,19 @@ class Leading:
         if not self.placer.covers:
             self._refuse(end, NotReady("some experts have no holder"))
             return
-        name = f"{end.peer} {ask.request} {ask.attempt}"
-        for older in [each for each in self._prompts if each.startswith(f"{end.peer} {ask.request} ")]:
+        own = f"{end.peer} {ask.request.id} "
+        for older in [name for name in self._prompts if name.startswith(own)]:
             self._gone(older)  # the newest attempt counts
+        name = f"{own}{ask.attempt}"
         end.send(Alive())
         self._prompts[name] = prompt = _Prompt(end)
         end.on_close = lambda: self._gone(name)
-        request = Request(
-            name,
-            ask.prompt,
-            ask.params,
-            ask.max_tokens,
-            deadline_s=ask.deadline_s,
-            generated=ask.generated,
-        )
         self._keep_telling(prompt)
         try:
-            self.engine.submit(request)
+            self.engine.submit(replace(ask.request, id=name))
         except SwarmError as error:
             del self._prompts[name]
             self._refuse(end, error)
-
-    def serves(self, peer: str, request: str) -> bool:
-        """Whether a request of an asker takes room in the batcher."""
-        if self.engine is None:
-            return False
-        return any(name.startswith(f"{peer} {request} ") for name in self._prompts)
 
     def _refuse(self, end: End, error: SwarmError) -> None:
         end.send(Failed(error))
@@ -162,9 +149,9 @@ class Leading:
             return
         match effect:
             case TokenEffect():
-                prompt.stream.send(Token(effect.index, effect.token))
+                prompt.stream.send(Token(effect.index, effect.token, effect.text))
             case FinishedEffect():
-                self._over(effect.request, Done(effect.usage.completion_tokens))
+                self._over(effect.request, Done(effect.text))
             case FailedEffect():
                 self._over(effect.request, Failed(effect.error))
 

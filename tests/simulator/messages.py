@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from capabilities.errors import SwarmError
-from scheduler.sampling import SamplingParams
+from scheduler.requests import Request
 from tests.simulator.toy import F32, I32
 
 Held = Mapping[int, tuple[int, ...]]
@@ -93,16 +93,11 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request, perhaps one that goes on: `generated` is the answer so far."""
+    """A request to the leader of a term; `request.generated` is the answer so far."""
 
-    request: str
     attempt: int
     term: int
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    max_tokens: int
-    deadline_s: float
-    generated: tuple[int, ...]
+    request: Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +109,14 @@ class Alive:
 class Token:
     index: int
     token: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Its answer has so many tokens."""
+    """The answer is complete, with the text that was held back."""
 
-    tokens: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True)

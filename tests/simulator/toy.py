@@ -8,7 +8,6 @@ cell of the cache gives other tokens from there on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import permutations
@@ -19,7 +18,9 @@ from numpy.typing import NDArray
 
 from scheduler.answer import Vocabulary
 from scheduler.batching import Step, StepPart
-from scheduler.sampling import SamplingParams, sample
+from scheduler.requests import Request
+from scheduler.sampling import sample
+from scheduler.text_stream import TextStream
 from tests.simulator.checks import Breach
 
 F32 = NDArray[np.float32]
@@ -27,12 +28,17 @@ I32 = NDArray[np.int32]
 
 LAYERS, EXPERTS, USED = (0, 3), 6, 3  # MoE layers by their numbers, routed experts of each, chosen ones
 WIDTH, TOKENS = 8, 32
+CHUNK_TOKENS = 3  # of a layer in one frame; a larger batch takes several
 EXPERT_BYTES = 1_000
 END = 0
 
 _CHOICES = tuple(permutations(range(EXPERTS), USED))
 
-VOCABULARY = Vocabulary(TOKENS, lambda token: bytes((97 + token % 26,)), lambda token: token == END)
+_PIECES = tuple(
+    b"\xc3" if token % 8 == 6 else b"\xa9" if token % 8 == 7 else b"abcdef"[token % 8 :][:1] for token in range(TOKENS)
+)
+VOCABULARY = Vocabulary(TOKENS, lambda token: _PIECES[token], lambda token: token == END)
+"""Letters, and halves of a character."""
 
 
 class Experts:
@@ -59,6 +65,11 @@ class Choice:
     x: F32
     ids: I32
     weights: F32
+
+    def part(self, start: int) -> Choice:
+        """Of CHUNK_TOKENS tokens from `start` on."""
+        some = slice(start, start + CHUNK_TOKENS)
+        return Choice(self.layer, self.x[some], self.ids[some], self.weights[some])
 
     def add(self, rows: F32) -> F32:
         """The layer's output [T, WIDTH] from the experts' rows [T, USED, WIDTH], in the router's order; or from their
@@ -155,12 +166,11 @@ def _chosen(seed: bytes) -> tuple[int, ...]:
     return _CHOICES[int.from_bytes(seed[:2], "little") % len(_CHOICES)]
 
 
-def undisturbed(
-    experts: Experts, prompt: tuple[int, ...], params: SamplingParams, max_tokens: int, context_tokens: int
-) -> Iterator[int]:
-    """The answer as one machine gives it that holds everything and serves nobody else: its tokens, one by one."""
-    tokens, trunk, done = list(prompt), Trunk(), 0
-    while len(tokens) - len(prompt) < max_tokens and len(tokens) <= context_tokens:
+def undisturbed(experts: Experts, request: Request, context_tokens: int) -> tuple[tuple[int, ...], str]:
+    """The answer as one machine gives it that holds everything and serves nobody else: its tokens and its text."""
+    prompt, params, trunk, done = request.prompt_tokens, request.params, Trunk(), 0
+    tokens, stream, text = list(prompt), TextStream(request.stop), ""
+    while len(tokens) - len(prompt) < request.max_tokens and len(tokens) <= context_tokens:
         step = _step(tokens, done)
         running = trunk.begin(step)
         while (choice := running.choice) is not None:
@@ -168,11 +178,15 @@ def undisturbed(
             every = np.repeat(np.arange(n, dtype=np.int32), USED)
             running.combined(experts.rows(choice.layer, choice.x, every, choice.ids.reshape(-1)).reshape(n, USED, -1))
         done = len(tokens)
-        token = sample(running.logits[0], params, len(tokens), 0, tokens[len(prompt) :]).token
+        token = sample(running.logits[0], params, len(tokens), request.choice, tokens[len(prompt) :]).token
         if token == END:
-            return
+            break
         tokens.append(token)
-        yield token
+        delta = stream.feed(_PIECES[token])
+        text += delta.text
+        if delta.stopped:
+            break
+    return tuple(tokens[len(prompt) :]), text + stream.finish().text
 
 
 def _step(tokens: list[int], done: int) -> Step:
