@@ -1,22 +1,29 @@
-"""Asks the swarm from any peer: here if this is the leader, else over a prompt stream.
+"""Asks the swarm from any peer: over a prompt stream to whoever leads, which may be this node itself.
 
-The same replies come either way. An asker hears from its leader at least once a second; four seconds of silence, or a
-leader that its pings have given up, end the request with a typed error.
+The decisions are scheduler/attempts.py's: which attempt counts, when another leader is asked. This is the shell: one
+stream an attempt, and one queue of what happens. An asker hears from its leader at least once a second; four seconds of
+silence count as its loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import Final, Protocol
 
 import trio
 
-from capabilities.errors import Internal, NoLeader, PeerMistake, SwarmError
+from capabilities.errors import Internal, PeerMistake, SwarmError
+from scheduler.attempts import NO_LEADER_S, AttemptEffect, Attempts, Deliver, Fail, Finish, Leading, Submit
 from swarmnode import limits
+from swarmnode.leadership import LeaderView
+from swarmnode.net.groups import without_groups
 from swarmnode.net.interface import Network, NetworkError, PeerId, Stream
-from swarmnode.prompt_messages import PROTOCOL, Ask, Done, Failed, Reply, Token, decode_reply, encode_ask
+from swarmnode.prompt_messages import PROTOCOL, Alive, Ask, Done, Failed, Queued, Reply, Token, decode_reply, encode_ask
 from swarmnode.wire import read_frame
+
+EVENTS_MAX: Final = 64  # that wait for whoever reads the answer; then its stream is not read
 
 
 class Asker(Protocol):
@@ -24,72 +31,179 @@ class Asker(Protocol):
 
     @property
     def leader(self) -> str | None:
-        """The leader's peer id, if one is known."""
+        """The leader's peer id, if one is known. Who finished an answer, its Done says."""
 
     def replies(self, ask: Ask) -> AbstractAsyncContextManager[AsyncIterator[Reply]]:
         """An async context manager that gives an async iterator of replies, the last one Done or Failed."""
 
 
-class RemoteAsker:
-    """Prompts over the network. `refusal` tells why no leader can be asked now, or None."""
+class FollowingAsker:
+    """Prompts over the network to the leader that `view` knows, and on to the next one if that is lost.
 
-    def __init__(self, network: Network, leader: PeerId, refusal: Callable[[], SwarmError | None]) -> None:
+    refusal      why no leader can be asked now, or None; by default, whether one is known
+    no_leader_s  how long a request that lost its leader waits for another; 0 where there is only one
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        view: LeaderView,
+        *,
+        refusal: Callable[[], SwarmError | None] = lambda: None,
+        no_leader_s: float = NO_LEADER_S,
+    ) -> None:
         self._network = network
-        self._leader = leader
+        self._view = view
         self._refusal = refusal
+        self._no_leader_s = no_leader_s
+        # A leader takes so many streams of one peer; a request beyond waits here for its turn.
+        self._places = trio.CapacityLimiter(limits.PROMPT_STREAMS_PER_PEER_MAX)
 
     @property
     def leader(self) -> str | None:
-        return str(self._leader)
+        leader = self._view.leader
+        return None if leader is None else str(leader.peer)
 
     @asynccontextmanager
     async def replies(self, ask: Ask) -> AsyncIterator[AsyncIterator[Reply]]:
         """Leaving the context closes the stream, which frees the leader."""
+        if (error := self._refusal()) is not None:
+            yield only(Failed(error))
+            return
+        with without_groups():
+            async with trio.open_nursery() as nursery:
+                request = _Request(self._network, self._view, self._places, ask, self._no_leader_s, nursery)
+                async with aclosing(request.replies()) as replies:
+                    yield replies
+                nursery.cancel_scope.cancel()
+
+
+class _LeaderChanged:
+    """Look at the view again."""
+
+
+_Event = tuple[int, Reply | NetworkError | SwarmError | trio.TooSlowError] | _LeaderChanged
+
+
+class _Request:
+    """One request until its end: tasks of `nursery` put what happens into a queue, `replies` takes it from there."""
+
+    def __init__(
+        self,
+        network: Network,
+        view: LeaderView,
+        places: trio.CapacityLimiter,
+        ask: Ask,
+        no_leader_s: float,
+        nursery: trio.Nursery,
+    ) -> None:
+        self._network = network
+        self._view = view
+        self._places = places
+        self._ask = ask
+        self._nursery = nursery
+        self._attempts = Attempts(
+            ask.request_id, trio.current_time(), deadline_s=ask.deadline_s, no_leader_s=no_leader_s
+        )
+        self._send, self._receive = trio.open_memory_channel[_Event](EVENTS_MAX)
+        self._scope = trio.CancelScope()  # of the newest attempt
+
+    async def replies(self) -> AsyncGenerator[Reply, None]:
+        """What to show, the last one Done or Failed."""
+        attempts = self._attempts
+        leader = _leading(self._view)
+        self._nursery.start_soon(self._watch, leader)
+        for reply in self._obey(attempts.begin(leader, self._view.reason, trio.current_time())):
+            yield reply
+        while not attempts.ended:
+            event: _Event | None = None
+            with trio.CancelScope(deadline=attempts.next_instant()):
+                event = await self._receive.receive()
+            for reply in self._take(event):
+                yield reply
+
+    def _take(self, event: _Event | None) -> list[Reply]:
+        """What an event, or the passing of time, means for whoever asked."""
+        attempts, now = self._attempts, trio.current_time()
+        match event:
+            case None:
+                return self._obey(attempts.tick(now))
+            case _LeaderChanged():
+                return self._obey(attempts.follow(_leading(self._view), self._view.reason, now))
+            case number, Token(index, token, text):
+                return self._obey(attempts.token(number, index, token, text))
+            case number, Done() as done:
+                return self._obey(attempts.done(number), done)
+            case number, Failed(error):
+                return self._obey(attempts.failed(number, error, now))
+            case number, (Queued() | Alive()) as reply:
+                return [reply] if attempts.spoke(number) else []
+            case number, PeerMistake() as mistake:
+                message = f"the leader broke the protocol: {mistake.message}"
+                return self._obey(attempts.failed(number, Internal(message, request_id=self._ask.request_id), now))
+            case number, SwarmError() as error:  # of this node's own: the request cannot be put into a frame
+                return self._obey(attempts.failed(number, error, now))
+            case number, trio.TooSlowError():
+                silence = f"it was silent for {limits.PROMPT_SILENCE_SECONDS_MAX:g} s"
+                return self._obey(attempts.lost(number, silence, now))
+            case number, error:
+                return self._obey(attempts.lost(number, str(error), now))
+
+    def _obey(self, effects: list[AttemptEffect], done: Done | None = None) -> list[Reply]:
+        replies: list[Reply] = []
+        for effect in effects:
+            match effect:
+                case Submit():
+                    self._scope.cancel()
+                    self._scope = trio.CancelScope()
+                    self._nursery.start_soon(self._submit, effect, self._scope)
+                case Deliver(index, token, text):
+                    replies.append(Token(index, token, text))
+                case Finish(leader):
+                    assert done is not None
+                    replies.append(replace(done, leader=leader.peer))
+                case Fail(error):
+                    replies.append(Failed(error))
+        return replies
+
+    # -- tasks --------------------------------------------------------------------------------------------------
+
+    async def _watch(self, seen: Leading | None) -> None:
+        while True:
+            while (leader := _leading(self._view)) == seen:
+                await self._view.changed()
+            seen = leader
+            await self._send.send(_LeaderChanged())
+
+    async def _submit(self, submit: Submit, scope: trio.CancelScope) -> None:
+        """One attempt, until its last reply or its loss."""
+        ask = replace(self._ask, generated=submit.generated, attempt=submit.attempt, deadline_s=submit.deadline_s)
+        with scope:
+            try:
+                async with self._places:
+                    await self._hear(ask, PeerId(submit.leader.peer))
+            except (NetworkError, SwarmError, trio.TooSlowError) as error:
+                await self._send.send((submit.attempt, error))
+
+    async def _hear(self, ask: Ask, leader: PeerId) -> None:
         stream: Stream | None = None
         try:
-            if (error := self._refusal()) is not None:
-                yield only(Failed(error))
-                return
-            try:
+            with trio.fail_after(limits.PROMPT_SILENCE_SECONDS_MAX):
+                stream = await self._network.open_stream(leader, PROTOCOL)
+                await stream.send(encode_ask(ask))
+            reply: Reply = Alive()
+            while not isinstance(reply, Done | Failed):
                 with trio.fail_after(limits.PROMPT_SILENCE_SECONDS_MAX):
-                    stream = await self._network.open_stream(self._leader, PROTOCOL)
-                    await stream.send(encode_ask(ask))
-            except (NetworkError, trio.TooSlowError) as error:
-                yield only(Failed(self._lost(ask, str(error) or "it does not answer")))
-                return
-            yield self._receive(stream, ask)
+                    reply = decode_reply(await read_frame(stream, limits.PROMPT_REPLY))
+                await self._send.send((ask.attempt, reply))
         finally:
             if stream is not None:
                 await stream.reset()
 
-    async def _receive(self, stream: Stream, ask: Ask) -> AsyncIterator[Reply]:
-        next_index = 0
-        while True:
-            try:
-                with trio.fail_after(limits.PROMPT_SILENCE_SECONDS_MAX):
-                    reply = decode_reply(await read_frame(stream, limits.PROMPT_REPLY))
-            except trio.TooSlowError:
-                yield Failed(self._lost(ask, f"it was silent for {limits.PROMPT_SILENCE_SECONDS_MAX:g} s"))
-                return
-            except NetworkError as error:
-                yield Failed(self._lost(ask, str(error)))
-                return
-            except PeerMistake as mistake:
-                yield Failed(Internal(f"the leader broke the protocol: {mistake.message}", request_id=ask.request_id))
-                return
-            if isinstance(reply, Token):
-                if reply.index != next_index:
-                    yield Failed(Internal(f"the leader sent token {reply.index} for {next_index}"))
-                    return
-                next_index += 1
-            yield reply
-            if isinstance(reply, Done | Failed):
-                return
 
-    def _lost(self, ask: Ask, reason: str) -> NoLeader:
-        return NoLeader(
-            f"the leader {self._leader} was lost: {reason}", peer=str(self._leader), request_id=ask.request_id
-        )
+def _leading(view: LeaderView) -> Leading | None:
+    leader = view.leader
+    return None if leader is None else Leading(str(leader.peer), leader.term)
 
 
 async def only(reply: Reply) -> AsyncIterator[Reply]:

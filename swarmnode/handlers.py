@@ -122,7 +122,7 @@ class Handlers:
         total = time.monotonic() - started
         log.info("request.end", role="asker", finish_reason=done.finish_reason, seconds=round(total, 3))
         first_token_s = None if first is None else first - started
-        return _result(asker.leader, ask, done, tokens, "".join(text), total, first_token_s)
+        return _result(done.leader or asker.leader, ask, done, tokens, "".join(text), total, first_token_s)
 
     # -- models -------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ import trio
 
 from backends.device import Device
 from capabilities.errors import UsageError
-from swarmnode.asker import Asker
+from swarmnode import leadership
+from swarmnode.asker import Asker, FollowingAsker
 from swarmnode.compute import choose_compute
 from swarmnode.config import Config
 from swarmnode.durable import next_counter
@@ -29,13 +30,14 @@ from swarmnode.machine import machine_name
 from swarmnode.member_messages import WIRE_VERSION, Hello
 from swarmnode.model_choice import ModelChoice
 from swarmnode.models import Models
-from swarmnode.net.interface import Network
+from swarmnode.net.interface import Network, PeerId
 from swarmnode.paths import Paths
 from swarmnode.pinger import serve_pings
 from swarmnode.shards.service import ShardService
 from swarmnode.shards.serving import Serving
 from swarmnode.shards.store import ShardCache
 from swarmnode.status import LeaderStatus, NodeFacts, WorkerStatus
+from swarmnode.swarm.record import peer_of
 from swarmnode.version import VERSION
 from swarmnode.worker.service import Worker
 
@@ -88,8 +90,9 @@ class NamedWorker(_NamedNode):
 
     leader = None
 
-    def __init__(self, worker: Worker, view: WorkerStatus, models: Models) -> None:
+    def __init__(self, worker: Worker, asker: Asker, view: WorkerStatus, models: Models) -> None:
         self.models = models
+        self.asker = asker
         self._worker = worker
         self._view = view
 
@@ -119,12 +122,10 @@ class NamedWorker(_NamedNode):
         serve_pings(network)
         models = Models(paths.models, cache)
         ShardService(Serving(models, cache).find).register(network)
-        worker = Worker(network, config.swarm.leader, hello, cache, budget, compute.make)
-        return cls(worker, WorkerStatus(network, worker, facts), models)
-
-    @property
-    def asker(self) -> Asker:
-        return self._worker.asker
+        named = leadership.NamedLeader(PeerId(peer_of(config.swarm.leader)), config.swarm.leader)
+        worker = Worker(network, named, hello, cache, budget, compute.make)
+        asker = FollowingAsker(network, named, refusal=worker.refusal, no_leader_s=0.0)
+        return cls(worker, asker, WorkerStatus(network, worker, facts), models)
 
     async def status(self) -> Mapping[str, Any]:
         return await self._view.view()

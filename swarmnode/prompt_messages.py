@@ -124,12 +124,16 @@ class Alive:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The answer is complete; `text` is what was held back until now."""
+    """The answer is complete; `text` is what was held back until now.
+
+    `leader` is not sent: the asker fills in whom it heard it from.
+    """
 
     finish_reason: Literal["stop", "length"]
     text: str = field(repr=False)
     usage: Usage
     timings: Timings
+    leader: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +238,7 @@ def encode_reply(reply: Reply) -> bytes:
             return encode_frame({"kind": "token", "i": index, "t": token}, text.encode("utf-8", errors="replace"))
         case Alive():
             return encode_frame({"kind": "alive"})
-        case Done(reason, text, usage, timings):
+        case Done(reason, text, usage, timings, _):
             header = {
                 "kind": "done",
                 "finish_reason": reason,

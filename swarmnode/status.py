@@ -187,9 +187,11 @@ class WorkerStatus:
     async def _ask_leader(self) -> tuple[Status | None, str]:
         if (refusal := self._worker.refusal()) is not None:
             return None, refusal.message
+        leader = self._worker.leader_peer
+        assert leader is not None  # or there would be a refusal
         try:
             with trio.fail_after(LEADER_SECONDS_MAX):
-                stream = await self._network.open_stream(self._worker.leader_peer, PROTOCOL)
+                stream = await self._network.open_stream(leader, PROTOCOL)
                 try:
                     await stream.send(encode_frame({"kind": "status"}))
                     frame = await read_frame(stream, limits.STATUS_REPLY)

@@ -20,6 +20,7 @@ from backends.add_model import add_model
 from backends.device import Device
 from backends.experts import GgmlExperts
 from capabilities.errors import SwarmError
+from swarmnode import leadership
 from swarmnode.cli import common
 from swarmnode.config import parse_config
 from swarmnode.control import ControlReply
@@ -27,6 +28,7 @@ from swarmnode.handlers import Handlers
 from swarmnode.member_messages import WIRE_VERSION, Hello, Progress
 from swarmnode.model_check import CheckReport
 from swarmnode.named_swarm import NamedLeader
+from swarmnode.net.interface import Network
 from swarmnode.net.memory import open_memory_hub
 from swarmnode.paths import find_paths
 from swarmnode.pinger import serve_pings
@@ -79,7 +81,7 @@ async def _collect_answers(folder: Path) -> Answers:
             leader = node.leader
             views.append(await node.status())
             serve_pings(at_worker)
-            worker = _worker(at_worker, at_leader.addresses[0], folder / "cache")
+            worker = _worker(at_worker, at_leader, folder / "cache")
             worker_status = WorkerStatus(at_worker, worker, facts)
             views.append(await worker_status.view())
             nursery.start_soon(node.run)
@@ -104,10 +106,11 @@ async def _until(condition: Callable[[], bool]) -> None:
         await trio.sleep(0.005)
 
 
-def _worker(network: Any, leader_address: str, cache: Path) -> Worker:
+def _worker(network: Any, leader: Network, cache: Path) -> Worker:
     hello = Hello("node", "1", WIRE_VERSION, "ggml-cpu", "CPU", 1, 1 << 30, False)
     store = ShardCache(cache, 1 << 30)
-    return Worker(network, leader_address, lambda: hello, store, 1 << 30, lambda: GgmlExperts(Device("CPU")))
+    view = leadership.NamedLeader(leader.peer_id, leader.addresses[0])
+    return Worker(network, view, lambda: hello, store, 1 << 30, lambda: GgmlExperts(Device("CPU")))
 
 
 def documented(heading: str) -> Keys:

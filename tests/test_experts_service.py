@@ -28,6 +28,7 @@ from swarmnode.expert_messages import (
     encode_dispatch,
     encode_notice,
 )
+from swarmnode.leadership import NamedLeader
 from swarmnode.net.interface import NetworkError, Stream
 from swarmnode.net.memory import MemoryHub, MemoryNetwork, open_memory_hub
 from swarmnode.wire import encode_frame, read_frame
@@ -102,7 +103,7 @@ async def lab() -> AsyncIterator[Lab]:
         worker, leader = hub.join(), hub.join()
         epochs = Epochs()
         epochs.current = expert_set()
-        service = ExpertsService(epochs, leader.peer_id)
+        service = ExpertsService(epochs, NamedLeader(leader.peer_id))
         service.register(worker)
         await leader.connect(worker.addresses[0])
         stream = await leader.open_stream(worker.peer_id, PROTOCOL)

@@ -16,6 +16,7 @@ import trio
 
 from capabilities.errors import NoLeader, NotReady
 from swarmnode import limits
+from swarmnode.leadership import NamedLeader
 from swarmnode.member_messages import (
     PROTOCOL,
     Assign,
@@ -125,7 +126,8 @@ async def lab(folder: Path, *, budget: int = 1 << 30, joined: bool = True) -> As
             return backends[-1]
 
         cache = ShardCache(folder, 1 << 30)
-        worker = Worker(network, leader.addresses[0], lambda: hello("w"), cache, budget, make_backend)  # type: ignore[arg-type]
+        view = NamedLeader(leader.peer_id, leader.addresses[0])
+        worker = Worker(network, view, lambda: hello("w"), cache, budget, make_backend)  # type: ignore[arg-type]
         made = Lab(hub, leader, network, worker, backends)
         leader.serve(PROTOCOL, made.serve, max_streams_per_peer=limits.MEMBER_STREAMS_PER_PEER_MAX)
         nursery.start_soon(worker.run)

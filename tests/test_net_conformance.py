@@ -309,17 +309,6 @@ async def test_a_protocol_is_served_once(pair: Pair) -> None:
         pair.right.serve(ECHO, echo, max_streams_per_peer=1)
 
 
-async def test_what_is_served_no_more_goes_on_where_it_was_open(pair: Pair) -> None:
-    old = await pair.left.open_stream(pair.right.peer_id, ECHO)
-    assert await ask(old, b"open") == b"open"
-    pair.right.unserve(ECHO)
-    pair.right.unserve("/test/none/1")
-    await expect_error(ProtocolNotSupported, lambda: pair.left.open_stream(pair.right.peer_id, ECHO))
-    assert await ask(old, b"goes on") == b"goes on"
-    pair.right.serve(ECHO, echo, max_streams_per_peer=1)
-    assert await ask(await pair.left.open_stream(pair.right.peer_id, ECHO), b"again") == b"again"
-
-
 async def test_both_sides_serve_over_one_connection(two: Pair) -> None:
     two.left.serve("/test/back/1", echo, max_streams_per_peer=1)
     stream = await two.right.open_stream(two.left.peer_id, "/test/back/1")

@@ -23,6 +23,7 @@ from swarmnode.leader.link import PeerLink
 from swarmnode.leader.probe import probe
 from swarmnode.leader.remote_experts import RemoteExperts
 from swarmnode.leader.routing import Routing
+from swarmnode.leadership import NamedLeader
 from swarmnode.net.interface import PeerId, Stream
 from swarmnode.net.memory import MemoryNetwork, open_memory_hub
 from swarmnode.worker.epochs import Epochs, ExpertSet
@@ -115,7 +116,7 @@ async def three(*, held_back: bool = False, quantized: bool = False) -> AsyncIte
             held = {LAYER.layer: HeldLayer.of(LAYER, ALL)}
             epochs = Epochs()
             epochs.current = ExpertSet(1, 1, "", {}, backend, held, loaded=True)
-            hand = Hand(network, ExpertsService(epochs, leader.peer_id), held_back)
+            hand = Hand(network, ExpertsService(epochs, NamedLeader(leader.peer_id)), held_back)
             network.serve(PROTOCOL, hand.handle, max_streams_per_peer=4)
             await leader.connect(network.addresses[0])
             link = PeerLink(PeerId(network.peer_id), f"worker-{i}")

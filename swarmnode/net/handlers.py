@@ -38,13 +38,10 @@ class Handlers:
             raise ValueError(f"{protocol} is served already")
         self._served[protocol] = _Served(handler, max_streams_per_peer)
 
-    def remove(self, protocol: str) -> None:
-        self._served.pop(protocol, None)
-
     async def run(self, stream: MuxerStream) -> None:
         """Serve one stream of a known protocol. Raises nothing but Cancelled."""
-        served = self._served.get(stream.protocol)
-        if served is None or served.open[stream.peer] >= served.max_streams_per_peer:
+        served = self._served[stream.protocol]
+        if served.open[stream.peer] >= served.max_streams_per_peer:
             self._counters.streams_refused += 1
             await stream.reset()
             return

@@ -164,10 +164,6 @@ class Network(Protocol):
         """
         ...
 
-    def unserve(self, protocol: str) -> None:
-        """Take no more streams for `protocol`; those that are open go on. Nothing happens if it is not served."""
-        ...
-
     async def open_stream(self, peer: PeerId, protocol: str) -> Stream:
         """A new stream to a connected peer, or to this node itself, which needs no connection.
 

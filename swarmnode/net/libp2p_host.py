@@ -121,12 +121,6 @@ class Libp2pNetwork:
         self.handlers.add(protocol, handler, max_streams_per_peer)
         self.host.set_stream_handler(TProtocol(protocol), _only_listed)
 
-    def unserve(self, protocol: str) -> None:
-        """See interface.Network."""
-        if protocol in self.handlers:
-            self.handlers.remove(protocol)
-            self.host.remove_stream_handler(TProtocol(protocol))
-
     async def open_stream(self, peer: PeerId, protocol: str) -> MuxerStream:
         """See interface.Network."""
         if peer == self.peer_id:

@@ -152,10 +152,6 @@ class MemoryNetwork:
         """See interface.Network."""
         self.handlers.add(protocol, handler, max_streams_per_peer)
 
-    def unserve(self, protocol: str) -> None:
-        """See interface.Network."""
-        self.handlers.remove(protocol)
-
     async def open_stream(self, peer: PeerId, protocol: str) -> MuxerStream:
         """See interface.Network."""
         if peer == self.peer_id:

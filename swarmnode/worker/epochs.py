@@ -15,6 +15,7 @@ import trio
 from backends.experts import ExpertBackend
 from capabilities.errors import PeerMistake
 from swarmnode.expert_messages import DispatchHead, HeldLayer
+from swarmnode.member_messages import HOLDING_MAX
 
 
 @dataclass(eq=False)
@@ -80,6 +81,12 @@ class Epochs:
                     held.backend.close()
             chosen.term, chosen.epoch, chosen.also = term, epoch, set()
             self.current, self.prepared = chosen, None
+
+    def names(self) -> tuple[tuple[int, int], ...]:
+        """The newest (term, epoch) names of the sets that are complete in memory."""
+        loaded = [held for held in (self.current, self.prepared) if held is not None and held.loaded]
+        names = {name for held in loaded for name in ((held.term, held.epoch), *held.also)}
+        return tuple(sorted(names, reverse=True)[:HOLDING_MAX])
 
     def find(self, term: int, epoch: int) -> ExpertSet | None:
         for held in (self.current, self.prepared):

@@ -1,5 +1,8 @@
 """The worker's side of /swarmnode/experts/1: check a dispatch, compute it, answer.
 
+Each dispatch is fenced: it is computed only for the leader of the newest certified term, as the LeaderView knows it at
+that moment. A leader of the past is told which term is newer, and its stream ends.
+
 Small dispatches are computed on the event loop: handing one to a thread costs more than a decode step's kernels. Larger
 ones go to a thread, so that pings are answered meanwhile. One computation runs at a time, for two would only share the
 cores. A dispatch that breaks the protocol gets a typed failure and is counted; bytes that are no frame end the stream.
@@ -7,6 +10,7 @@ cores. A dispatch that breaks the protocol gets a typed failure and is counted; 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +37,8 @@ from swarmnode.expert_messages import (
     encode_reply,
     request_head,
 )
-from swarmnode.net.interface import Network, PeerId, Stream, StreamClosed
+from swarmnode.leadership import LeaderView
+from swarmnode.net.interface import Network, NetworkError, PeerId, Stream, StreamClosed
 from swarmnode.wire import Q8_0, Frame, Header, Later, serve_frames
 from swarmnode.worker.epochs import Epochs, ExpertSet
 
@@ -69,10 +74,10 @@ class _Running:
 
 @dataclass
 class ExpertsService:
-    """Serves dispatches of `leader` alone. `register` once on the network."""
+    """Serves dispatches of whoever leads. `register` once on the network."""
 
     epochs: Epochs
-    leader: PeerId
+    view: LeaderView
     statistics: ExpertsStatistics = field(default_factory=ExpertsStatistics)
     _running: dict[str, _Running] = field(default_factory=dict)
 
@@ -80,14 +85,21 @@ class ExpertsService:
         network.serve(PROTOCOL, self.handle, max_streams_per_peer=limits.EXPERTS_STREAMS_PER_PEER_MAX)
 
     async def handle(self, stream: Stream) -> None:
-        if stream.peer != self.leader:
+        leader = self.view.leader
+        if leader is not None and stream.peer != leader.peer:
             self._refuse(stream.peer, PeerMistake("only the swarm's leader may dispatch", peer=str(stream.peer)))
             await stream.reset()
             return
+        take, check = partial(self._take, stream), partial(self._check_header, stream.peer)
         try:
-            await serve_frames(stream, limits.EXPERTS_REQUEST, partial(self._take, stream), self._check_header)
+            await serve_frames(stream, limits.EXPERTS_REQUEST, take, check)
         except StreamClosed:
             return
+        except _FencedError as fenced:
+            self._refuse(stream.peer, fenced.error)
+            if isinstance(fenced.head, DispatchHead):
+                await self._send(stream, encode_failure(fenced.head.sequence, fenced.error))
+                await self._discard(stream, fenced.unread_bytes)
         except PeerMistake as error:  # the framing itself is broken: nothing after it can be trusted
             self._refuse(stream.peer, error)
             await stream.reset()
@@ -95,9 +107,24 @@ class ExpertsService:
             _log.warning("experts.reply_stuck", peer=stream.peer)
             await stream.reset()
 
-    def _check_header(self, header: Header, payload_bytes: int) -> None:
-        """Refuse a large payload before it is read."""
+    async def _discard(self, stream: Stream, count: int) -> None:
+        """Take what the peer still sends: else the stream would end before it read why it is refused."""
+        with trio.move_on_after(limits.SEND_SECONDS_MAX), contextlib.suppress(NetworkError):
+            while count > 0:
+                count -= len(await stream.receive_exactly(min(count, limits.EAGER_PAYLOAD_BYTES)))
+
+    def _fenced_head(self, peer: PeerId, header: Header, unread_bytes: int = 0) -> DispatchHead | Notice:
+        """What a frame asks for. Raises PeerMistake if it is none, _FencedError unless `peer` leads its term."""
         head = request_head(header)
+        try:
+            self.view.check(head.term, peer)
+        except SwarmError as error:
+            raise _FencedError(head, error, unread_bytes) from None
+        return head
+
+    def _check_header(self, peer: PeerId, header: Header, payload_bytes: int) -> None:
+        """Refuse a large payload before it is read."""
+        head = self._fenced_head(peer, header, payload_bytes)
         if isinstance(head, Notice):
             raise PeerMistake("a notice has no payload")
         held = self.epochs.find(head.term, head.epoch)
@@ -107,7 +134,7 @@ class ExpertsService:
 
     def _take(self, stream: Stream, frame: Frame) -> Later | None:
         """Answer a short dispatch at once; what is left to do for any other is returned."""
-        head = request_head(frame.header)
+        head = self._fenced_head(stream.peer, frame.header)
         if isinstance(head, Notice):
             self._notice(head)
             return None
@@ -118,7 +145,7 @@ class ExpertsService:
             started = time.perf_counter()
             answer = self._reply(head, _compute(held, dispatch), started)
         except Exception as error:
-            answer = self._failure(head, error)
+            answer = self._failure(stream.peer, head, error)
         if stream.send_nowait(answer):
             return None
         return partial(self._send, stream, answer)
@@ -138,7 +165,7 @@ class ExpertsService:
                 y = await trio.to_thread.run_sync(_compute, held, dispatch)
             answer = self._reply(head, y, started)
         except Exception as error:
-            answer = self._failure(head, error)
+            answer = self._failure(stream.peer, head, error)
         await self._send(stream, answer)
 
     async def _send(self, stream: Stream, answer: bytes) -> None:
@@ -155,9 +182,9 @@ class ExpertsService:
         self._count(head, compute_us)
         return encode_reply(head.sequence, compute_us, y)
 
-    def _failure(self, head: DispatchHead, error: Exception) -> bytes:
+    def _failure(self, peer: PeerId, head: DispatchHead, error: Exception) -> bytes:
         if isinstance(error, PeerMistake):
-            self._refuse(self.leader, error)
+            self._refuse(peer, error)
         if isinstance(error, SwarmError):
             return encode_failure(head.sequence, error)
         _log.exception("experts.failed", layer=head.layer, exc_info=error)
@@ -174,7 +201,7 @@ class ExpertsService:
             running.dispatches += 1
             running.rows += head.n_rows
 
-    def _refuse(self, peer: PeerId, error: PeerMistake) -> None:
+    def _refuse(self, peer: PeerId, error: SwarmError) -> None:
         self.statistics.refused += 1
         self.statistics.last_refusal = error.message
         _log.warning("experts.refused", peer=peer, requests=list(self._running), error=error.message)
@@ -194,6 +221,16 @@ class ExpertsService:
                 rows=running.rows,
                 seconds=round(time.monotonic() - running.started, 3),
             )
+
+
+class _FencedError(Exception):
+    """A frame of a peer that does not lead its term: the last that is read. `unread_bytes` of it are on their way."""
+
+    def __init__(self, head: DispatchHead | Notice, error: SwarmError, unread_bytes: int) -> None:
+        super().__init__(error.message)
+        self.head = head
+        self.error = error
+        self.unread_bytes = unread_bytes
 
 
 def _compute(held: ExpertSet, dispatch: Dispatch) -> F32:

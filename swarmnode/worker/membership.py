@@ -1,14 +1,15 @@
-"""Keeps this peer a worker of its leader: dial, say hello, obey assignments, come back after every break.
+"""Keeps this peer a worker of one leader: reach it, say hello, obey assignments, come back after every break.
 
 The worker dials out, so it needs no open port. What it holds stays in memory while the leader is away: a leader that
-comes back, or a new term with the same share, costs a probe and no loading.
+comes back, or a new one with the same share, costs a probe and no loading. Whose worker it is, and for how long, is
+decided in service.py; each assignment is checked all the same, for a leader of the past may not know yet that it is.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import structlog
@@ -16,12 +17,14 @@ import trio
 
 from capabilities.errors import Internal, PeerMistake, SwarmError
 from swarmnode import limits
+from swarmnode.leadership import KnownLeader, LeaderView
 from swarmnode.member_messages import (
     PROTOCOL,
     Assign,
     Begin,
     Hello,
     Phase,
+    Policy,
     Progress,
     Refuse,
     decode_from_leader,
@@ -47,7 +50,7 @@ class MemberState:
     """What this worker knows of its own membership, for `status`."""
 
     connected: bool = False
-    reason: str = "it has not dialed its leader yet"
+    reason: str = "it has not heard of a leader yet"
     phase: Phase | None = None
     done: int = 0
     total: int = 0
@@ -55,14 +58,13 @@ class MemberState:
 
 
 class Membership:
-    """One worker's side of /swarmnode/member/1. `run` never ends by itself."""
+    """One worker's side of /swarmnode/member/1."""
 
     def __init__(
         self,
         network: Network,
         watch: PeerWatch,
-        leader: PeerId,
-        address: str,
+        view: LeaderView,
         hello: Callable[[], Hello],
         epochs: Epochs,
         loader: Loader,
@@ -70,61 +72,87 @@ class Membership:
         self.state = MemberState()
         self._network = network
         self._watch = watch
-        self._leader = leader
-        self._address = address
+        self._view = view
         self._hello = hello
         self._epochs = epochs
         self._loader = loader
         self._loading: trio.CancelScope | None = None
         self._assigned: Assign | None = None
-        self._phase_changed = trio.Event()
+        self._news = trio.Event()  # for the leader: another phase, another policy
         self._told: Progress | None = None  # what the leader heard of its latest assignment
-        self._retry_s = RETRY_S_MIN
+        self._draining = False
+        self._connection_up = trio.Event()
+        network.on_connection(self._connection_changed)
 
-    async def run(self) -> None:
-        while True:
-            started = time.monotonic()
-            reason = await self._one_membership()
-            if reason != self.state.reason or self.state.connected:
-                _log.warning("member.lost", leader=self._leader, reason=reason)
-            self.state.connected, self.state.reason = False, reason
-            self._retry_s = (
-                RETRY_S_MIN if time.monotonic() - started > STABLE_S else min(self._retry_s * 1.5, RETRY_S_MAX)
-            )
-            await trio.sleep(self._retry_s)
+    def set_draining(self, draining: bool) -> None:
+        """Whether this worker wants to hold nothing more. This leader and every later one is told."""
+        self._draining = draining
+        self._news.set()
 
-    async def _one_membership(self) -> str:
+    async def run(self, leader: KnownLeader) -> None:
+        """Be a worker of this leader until cancelled."""
+        retry_s = RETRY_S_MIN
+        self.state.reason = "it has not reached this leader yet"
+        try:
+            while True:
+                started = time.monotonic()
+                reason = await self._one_membership(leader)
+                if reason != self.state.reason or self.state.connected:
+                    _log.warning("member.lost", leader=leader.peer, term=leader.term, reason=reason)
+                self.state.connected, self.state.reason = False, reason
+                lasted = time.monotonic() - started > STABLE_S
+                retry_s = RETRY_S_MIN if lasted else min(retry_s * 1.5, RETRY_S_MAX)
+                await trio.sleep(retry_s)
+        finally:
+            self.state.connected = False
+
+    async def _one_membership(self, leader: KnownLeader) -> str:
         """Be a member until something breaks; returns what did."""
         reason = "the leader closed the connection"
         try:
             with trio.fail_after(DIAL_SECONDS_MAX):
-                await self._network.connect(self._address)
+                await self._reach(leader)
             with trio.fail_after(limits.OPEN_STREAM_SECONDS_MAX):
-                stream = await self._network.open_stream(self._leader, PROTOCOL)
-            await self._serve(stream)
+                stream = await self._network.open_stream(leader.peer, PROTOCOL)
+            await self._serve(stream, leader)
         except* NetworkError as errors:
             reason = str(errors.exceptions[0])
         except* trio.TooSlowError:
             reason = "the leader does not answer"
         except* PeerMistake as errors:
             reason = f"the leader broke the protocol: {errors.exceptions[0]}"
-        except* _RefusedError as errors:
+        except* (_RefusedError, SwarmError) as errors:
             reason = str(errors.exceptions[0])
         finally:
-            self._watch.unwatch(self._leader)
+            self._watch.unwatch(leader.peer)
         return reason
 
-    async def _serve(self, stream: Stream) -> None:
-        self._watch.watch(self._leader)
+    async def _reach(self, leader: KnownLeader) -> None:
+        """Have a connection to the leader: dial it, or wait for whoever else does."""
+        if leader.address:
+            await self._network.connect(leader.address)
+            return
+        while leader.peer != self._network.peer_id and leader.peer not in self._network.connected_peers():
+            self._connection_up = trio.Event()
+            await self._connection_up.wait()
+
+    def _connection_changed(self, _: PeerId, up: bool) -> None:
+        if up:
+            self._connection_up.set()
+
+    async def _serve(self, stream: Stream, leader: KnownLeader) -> None:
+        self._watch.watch(leader.peer)
         try:
             with trio.fail_after(limits.SEND_SECONDS_MAX):
-                await stream.send(encode(self._hello()))
+                await stream.send(encode(replace(self._hello(), holding=self._epochs.names())))
             self.state.connected, self.state.reason = True, ""
-            _log.info("member.joined", leader=self._leader)
+            _log.info("member.joined", leader=leader.peer, term=leader.term)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._report, stream)
                 while True:
                     message = decode_from_leader(await read_frame(stream, limits.MEMBER_FRAME))
+                    if not isinstance(message, Refuse):
+                        self._view.check(message.term, leader.peer)
                     match message:
                         case Assign():
                             self._cancel_loading()
@@ -161,19 +189,24 @@ class Membership:
             except Exception as error:  # the disk, the backend, or a share that nobody thought of: the leader must know
                 _log.exception("member.load_failed")
                 self._set_phase("failed", Internal(f"the worker could not load its experts: {error}"))
-            self._phase_changed.set()
+            self._news.set()
 
     async def _report(self, stream: Stream) -> None:
         """Tell the leader of every change of phase at once, and of progress twice a second. The stream's one writer."""
+        told_draining = False
         while True:
-            self._phase_changed = trio.Event()
+            self._news = trio.Event()
+            if self._draining is not told_draining:
+                told_draining = self._draining
+                with trio.fail_after(limits.SEND_SECONDS_MAX):
+                    await stream.send(encode(Policy(told_draining)))
             progress = None if self._assigned is None else self._progress(self._assigned)
             if progress is not None and progress != self._told:
                 self._told = progress
                 with trio.fail_after(limits.SEND_SECONDS_MAX):
                     await stream.send(encode(progress))
             with trio.move_on_after(PROGRESS_INTERVAL_S):
-                await self._phase_changed.wait()
+                await self._news.wait()
 
     def _set_phase(self, phase: Phase, error: SwarmError | None = None) -> None:
         self.state.phase, self.state.error = phase, error

@@ -1,9 +1,12 @@
-"""A worker of a swarm: membership, expert sets and the experts protocol, put together."""
+"""A worker of a swarm: membership, expert sets and the experts protocol, put together.
+
+It is a worker of whoever leads: when another leader is known it takes leave of the one before and joins that one, and
+what it holds in memory stays. While no leader is known it stays with the last one for as long as that one speaks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 import structlog
 import trio
@@ -11,7 +14,7 @@ import trio
 from backends.experts import ExpertBackend
 from capabilities.errors import NoLeader
 from scheduler.liveness import PeerState
-from swarmnode.asker import RemoteAsker
+from swarmnode.leadership import KnownLeader, LeaderView
 from swarmnode.member_messages import Hello
 from swarmnode.net.interface import Network, PeerId
 from swarmnode.pinger import PeerWatch
@@ -23,49 +26,76 @@ from swarmnode.worker.membership import Membership
 
 _log = structlog.get_logger(__name__)
 
-PEER_PART: Final = "/p2p/"
-
-
-def peer_of(address: str) -> PeerId:
-    """The peer id at the end of a multiaddr."""
-    return PeerId(address.rsplit(PEER_PART, 1)[1])
-
 
 class Worker:
-    """Run `run` in a nursery."""
+    """Run `run` in a nursery. Somebody else answers pings on this network (pinger.serve_pings)."""
 
     def __init__(
         self,
         network: Network,
-        leader_address: str,
+        view: LeaderView,
         hello: Callable[[], Hello],
         cache: ShardCache,
         memory_budget_bytes: int,
         make_backend: Callable[[], ExpertBackend],
     ) -> None:
-        self.leader_peer = peer_of(leader_address)
+        """`hello` says what there is to say of this node; which sets it holds is filled in here."""
+        self.view = view
         self.epochs = Epochs()
-        self.experts = ExpertsService(self.epochs, self.leader_peer)
+        self.experts = ExpertsService(self.epochs, view)
         self.watch = PeerWatch(network)
         loader = Loader(network, cache, self.epochs, memory_budget_bytes, make_backend)
-        self.membership = Membership(network, self.watch, self.leader_peer, leader_address, hello, self.epochs, loader)
-        self.asker = RemoteAsker(network, self.leader_peer, self.refusal)
+        self.membership = Membership(network, self.watch, view, hello, self.epochs, loader)
         self.experts.register(network)
 
     async def run(self) -> None:
         try:
             async with trio.open_nursery() as nursery:
                 await nursery.start(self.watch.run)
-                nursery.start_soon(self.membership.run)
+                nursery.start_soon(self._follow)
         finally:
             with trio.CancelScope(shield=True):  # a kernel that runs must end before its memory goes
                 await self.epochs.drop()
 
+    async def _follow(self) -> None:
+        leader: KnownLeader | None = None
+        while True:
+            async with trio.open_nursery() as nursery:
+                if leader is not None:
+                    nursery.start_soon(self.membership.run, leader)
+                leader = await self._next_leader(leader)
+                nursery.cancel_scope.cancel()
+
+    async def _next_leader(self, current: KnownLeader | None) -> KnownLeader:
+        """Whoever leads a newer term than the current one, or the first leader that is known."""
+        while True:
+            leader = self.view.leader
+            if leader is not None and (current is None or _name(leader) != _name(current)):
+                return leader
+            await self.view.changed()
+
+    def set_draining(self, draining: bool) -> None:
+        """Whether this node wants to hold nothing more; the leader then moves its experts elsewhere."""
+        _log.info("worker.policy", draining=draining)
+        self.membership.set_draining(draining)
+
+    @property
+    def leader_peer(self) -> PeerId | None:
+        """Who leads, as far as is known."""
+        leader = self.view.leader
+        return None if leader is None else leader.peer
+
     def refusal(self) -> NoLeader | None:
-        """Why the leader cannot be asked now, or None."""
+        """Why the leader cannot be asked over this membership's connection now, or None."""
         leader, state = self.leader_peer, self.membership.state
+        if leader is None:
+            return NoLeader(f"the swarm has no leader: {self.view.reason}")
         if not state.connected:
             return NoLeader(f"no connection to the leader {leader}: {state.reason}", peer=str(leader))
         if self.watch.state(leader) == PeerState.FAILED:
             return NoLeader(f"the leader {leader} does not answer pings", peer=str(leader))
         return None
+
+
+def _name(leader: KnownLeader) -> tuple[PeerId, int]:
+    return leader.peer, leader.term
