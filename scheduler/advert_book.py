@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
@@ -87,17 +87,21 @@ class StateChange:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What a message came to. `wanted`: the peer whose full advert should be asked for."""
+    """What a message came to. `wanted`: the peer whose full advert should be asked for.
+
+    `tells_owner`: it changes nothing here, but who uses the same identity elsewhere must hear of it.
+    """
 
     ignored: Ignored | None = None
     peer: str | None = None
     wanted: str | None = None
     change: StateChange | None = None
+    tells_owner: bool = False
 
     @property
     def pass_on(self) -> bool:
         """Whether others should get the message from here, too."""
-        return self.ignored is None
+        return self.ignored is None or self.tells_owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +183,7 @@ class AdvertBook:
             return self._hear_own(advert, (advert.sequence, 0), time)
         known = self._peers.get(peer)
         if known is not None and advert.sequence <= known.advert.sequence:
-            return self._hear_known(advert, known, time)
+            return self._hear_known(advert, known, now, time)
         if age_s >= advert.lifetime_s:
             return self._ignore(Ignored.EXPIRED, peer)
         refused = self._refusal(advert)
@@ -197,14 +201,14 @@ class AdvertBook:
         self.accepted += 1
         return Heard(peer=peer, change=self._change(peer, known, time))
 
-    def _hear_known(self, advert: Advert, known: PeerNotes, time: float) -> Heard:
+    def _hear_known(self, advert: Advert, known: PeerNotes, now: float, time: float) -> Heard:
         """An advert whose number is not above the one that we have."""
         if advert.sequence < known.advert.sequence:
             return self._ignore(Ignored.OLDER, advert.peer)
         if advert.to_bytes() == known.advert.to_bytes():
             gone = self._state(known, time) is PeerState.GONE
             return self._ignore(Ignored.EXPIRED if gone else Ignored.REPLAY, advert.peer)
-        return self._conflict(advert, known, time)
+        return self._conflict(advert, known, now, time)
 
     def _signed(self, word: Advert | Heartbeat) -> bool:
         try:
@@ -252,14 +256,14 @@ class AdvertBook:
         if peer == self.own.peer:
             return self._hear_own(heartbeat, number, time)
         known = self._peers.get(peer)
+        if known is not None and number[0] == known.advert.sequence and heartbeat.instance != known.advert.instance:
+            return self._conflict(heartbeat, known, now, time)
         if known is not None and number <= known.newest:
             return self._ignore(Ignored.OLDER if number[0] < known.newest[0] else Ignored.REPLAY, peer)
         if not self._signed(heartbeat):
             return self._ignore(Ignored.SIGNATURE, peer)
         if known is None:
             return self._ignore(Ignored.UNKNOWN_PEER, peer, wanted=peer)
-        if number[0] == known.advert.sequence and heartbeat.instance != known.advert.instance:
-            return self._conflict(heartbeat, known, time)
         if not known.bucket.take(now) and (known.left or not heartbeat.leaving):
             return self._ignore(Ignored.TOO_OFTEN, peer)
         known.newest, known.heard, known.left = number, time, heartbeat.leaving
@@ -268,12 +272,15 @@ class AdvertBook:
         wanted = peer if number[0] > known.advert.sequence else None
         return Heard(peer=peer, wanted=wanted, change=self._change(peer, known, time))
 
-    def _conflict(self, word: Advert | Heartbeat, known: PeerNotes, time: float) -> Heard:
-        """One number, two words: if the peer signed both, two processes use its key."""
+    def _conflict(self, word: Advert | Heartbeat, known: PeerNotes, now: float, time: float) -> Heard:
+        """One number, two words: if the peer signed both, two processes use its key.
+
+        Each of the two must hear the other, or it would take it for the only one; so such words go on, within bounds.
+        """
         if not self._signed(word):
             return self._ignore(Ignored.SIGNATURE, word.peer)
         known.cloned = time
-        return self._ignore(Ignored.CONFLICT, word.peer)
+        return replace(self._ignore(Ignored.CONFLICT, word.peer), tells_owner=known.bucket.take(now))
 
     def _hear_own(self, word: Advert | Heartbeat, number: tuple[int, int], time: float) -> Heard:
         if word.instance != self.own.instance and self._signed(word):

@@ -28,6 +28,8 @@ class FindingKind(StrEnum):
     PRECISION = "precision"
     MULTICAST = "multicast"
     """Of this node's own network: peers on it cannot find each other by themselves."""
+    BANNED = "banned"
+    """This node itself, by the owner's word."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
 
     compute                                             the expert backend that the configuration names
     measuring, measure_child, measured                  what it really does: asked of its kernels, in a child process
+    self_description                                    what this node's advert says
     config, paths, logs, identity, durable, threads     what a daemon has on its machine (printable, version, machine)
     local_experts, local_swarm, undivided, demo, bench  whole swarms on one machine, and llama.cpp beside them
     bootstrap                                           set-up, on the standard library alone

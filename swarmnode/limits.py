@@ -306,8 +306,26 @@ NEIGHBOUR_DIAL_SECONDS: Final = 10.0
 NEIGHBOUR_RETRY_SECONDS: Final = 600.0
 """A peer whose addresses did not answer is tried again after so long."""
 
+NEIGHBOUR_LONELY_RETRY_SECONDS: Final = 20.0
+"""The same for a node without any connection: whom it tried may just be starting."""
+
 NEIGHBOUR_ADDRESSES_MAX: Final = 3
 """Addresses of one peer that are tried: each may cost ten seconds."""
+
+REMEMBER_ADDRESSES_SECONDS: Final = 60.0
+"""How often a node looks whether the backbone's addresses have changed, to keep them for its next start."""
+
+LAN_PEERS_MAX: Final = 256
+"""Peers on the local network that are remembered: as many as there can be connections."""
+
+LAN_ADDRESSES_MAX: Final = 8
+"""Addresses of one of them, as in an advert."""
+
+LAN_ANNOUNCE_SECONDS: Final = 30.0
+"""How often this node looks whether its own addresses have changed. Announcing goes by RFC 6762's own times."""
+
+LAN_ECHO_SECONDS_MAX: Final = 15.0
+"""Within this time a node hears its own announcement, or multicast does not work here. Probing takes 2 s."""
 
 DHT_PUT_SECONDS_MIN: Final = 60.0
 """Between two puts of this node's advert, however often it changes."""
@@ -317,6 +335,39 @@ DHT_PROVIDE_SECONDS: Final = 1_200.0
 
 HOLDERS_ASKED_MAX: Final = 20
 """Peers that claim to hold a layer and whose adverts are looked up. The DHT knows of no more for one key."""
+
+# --- News: the owner's word on its way to every member ----------------------------------------------------------------
+
+NEWS_REQUEST: Final = FrameLimits(header_bytes=64, payload_bytes=0, items=2, text_bytes=16)
+"""A digest of 16 bytes."""
+
+NEWS_REPLY: Final = FrameLimits(header_bytes=64, payload_bytes=512 * KIB, items=2, text_bytes=0)
+"""All bans (0.25 MB), the owner's rotations (23 KB) and the backbone (4 KB)."""
+
+NEWS_STREAMS_PER_PEER_MAX: Final = 2
+
+NEWS_SECONDS_MAX: Final = 20.0
+"""One exchange: all the news there can be over 128 kbit/s."""
+
+NEWS_QUEUE_MAX: Final = 64
+"""Pieces that wait for the disk (some milliseconds each). An owner makes one at a time."""
+
+NEWS_ASK_SECONDS_MIN: Final = 60.0
+"""One peer is asked for everything this often at most, however often it reconnects or brings what cannot be checked."""
+
+NEWS_ASK_SECONDS: Final = 300.0
+"""Besides, anybody is asked this often: what gossip lost is known to all within minutes, for 100 bytes each time."""
+
+NEWS_SERVED_BURST_BYTES: Final = 1 * MIB
+NEWS_SERVED_BYTES_PER_SECOND: Final = 8.0 * KIB
+"""To one peer: everything twice at once; who knows the same gets nothing at all."""
+
+NEWS_UNPROVEN_BURST: Final = 16
+NEWS_UNPROVEN_PER_SECOND: Final = 0.1
+"""Pieces of one neighbour whose proof fails here: a rotation that this node missed explains a few, not a flood."""
+
+NEWS_SERVED_PEERS_MAX: Final = 512
+"""Peers whose share is remembered."""
 
 # --- Measuring --------------------------------------------------------------------------------------------------------
 

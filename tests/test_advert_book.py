@@ -334,8 +334,17 @@ def test_two_words_under_one_number_are_a_copied_identity_if_both_are_signed() -
 def test_a_heartbeat_of_another_instance_under_the_same_number_is_a_copy_too() -> None:
     book, peer = new_book(), Speaking(A)
     book.hear(peer.advert(), START)
-    assert book.hear(Speaking(A, instance=b"copy", sequence=1).heartbeat(), START + 1).ignored is Ignored.CONFLICT
+    copy = Speaking(A, instance=b"copy", sequence=1)
+    heard = book.hear(copy.heartbeat(), START + 1)
+    assert heard.ignored is Ignored.CONFLICT
     assert cloned(book, START + 1) == [A]
+    assert heard.pass_on, "or its other copy would not hear of it"
+    peer.beat = 9
+    assert book.hear(peer.heartbeat(), START + 2).pass_on
+    assert book.hear(copy.heartbeat(), START + 3).ignored is Ignored.CONFLICT, "whichever of the two counts further"
+    assert not book.hear(forged(copy.heartbeat()), START + 4).pass_on
+    passed = sum(book.hear(copy.heartbeat(), START + 5).pass_on for _ in range(50))
+    assert passed < advert_book.MESSAGES_BURST, "within what a peer may say"
 
 
 # -- bounds, membership ------------------------------------------------------------------------------------------------

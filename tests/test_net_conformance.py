@@ -6,6 +6,7 @@ too: there `left` and `right` are the same. Nothing here may depend on which imp
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -406,6 +407,22 @@ async def test_the_other_side_disconnects(two: Pair) -> None:
     await eventually(lambda: two.left.connected_peers() == ())
     assert await near.receive_exactly(4) == b"last"  # it had arrived
     await expect_error(ConnectionLost, lambda: near.receive_exactly(1))
+
+
+async def test_refused_peers_are_not_connected_with_whoever_dials(two: Pair) -> None:
+    refused = {two.right.peer_id}
+    two.left.refuse(lambda peer: peer in refused)
+    assert two.left.connected_peers() == (two.right.peer_id,), "connections that are up stay"
+    await two.left.disconnect(two.right.peer_id)
+    await eventually(lambda: two.right.connected_peers() == ())
+    await expect_error(DialFailed, lambda: two.left.connect(two.right.addresses[0]))
+    with contextlib.suppress(DialFailed):
+        await two.right.connect(two.left.addresses[0])
+    await eventually(lambda: two.right.connected_peers() == ())
+    assert two.news == [(two.right.peer_id, True), (two.right.peer_id, False)]
+    refused.clear()
+    await two.right.connect(two.left.addresses[0])
+    await eventually(lambda: two.news[-1] == (two.right.peer_id, True))
 
 
 async def test_callbacks_may_fail(two: Pair) -> None:

@@ -181,6 +181,14 @@ class Network(Protocol):
         """Close every connection to the peer. Never raises."""
         ...
 
+    def refuse(self, refused: Callable[[PeerId], bool]) -> None:
+        """Make no connections with peers of which `refused` says so, in either direction. Those that are up stay.
+
+        It is asked once the peer has proven its id, and must not block. The peer sees its connection fail, at once or
+        at its first use.
+        """
+        ...
+
     def connected_peers(self) -> tuple[PeerId, ...]: ...
 
     def on_connection(self, callback: ConnectionCallback) -> None:

@@ -13,7 +13,7 @@ peer provokes an exception in the wrong task. Handlers run in tasks of this netw
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +85,7 @@ class Libp2pNetwork:
         self._connections: dict[PeerId, list[_Connection]] = {}
         self._news = ConnectionNews()
         self._dialing: dict[PeerId, trio.Lock] = {}
+        self._refused: list[Callable[[PeerId], bool]] = []
         upgrader = Upgrader(NoiseHandshake(identity.key_pair), self._admit, self.counters)
         self._swarm = _make_swarm(identity, upgrader, self._transport)
         self.host = BasicHost(
@@ -224,6 +225,12 @@ class Libp2pNetwork:
     def _admit(self, peer: PeerId) -> None:
         if peer == self.peer_id:
             raise ValueError("the other side has this node's identity (a copied data folder?)")
+        if any(refused(peer) for refused in self._refused):
+            raise ValueError("this node makes no connections with that peer")
+
+    def refuse(self, refused: Callable[[PeerId], bool]) -> None:
+        """See interface.Network."""
+        self._refused.append(refused)
 
     def _preferred(self, peer: PeerId) -> _Connection | None:
         """If both sides dialed, both must prefer the same: one that the smaller id dialed, and of those the newest."""

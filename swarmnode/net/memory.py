@@ -133,6 +133,7 @@ class MemoryNetwork:
         self._address = f"/memory/{number}/p2p/{peer_id}"
         self._connections: dict[PeerId, _End] = {}
         self._news = ConnectionNews()
+        self._refused: list[Callable[[PeerId], bool]] = []
         to_itself = hub.link(peer_id, peer_id)
         self._loopback = Loopback(self, peer_id, lambda frame: hub.carry(to_itself, peer_id, frame))
 
@@ -176,6 +177,8 @@ class MemoryNetwork:
                 await arrived.wait()
                 if link.cut:
                     raise DialFailed(multiaddr, "the link is cut")
+            if self.refuses(other.peer_id) or other.refuses(self.peer_id):
+                raise DialFailed(multiaddr, "refused")
             if other.peer_id not in self._connections:  # the other side may have dialed meanwhile
                 _connect(self, other)
             return other.peer_id
@@ -185,6 +188,13 @@ class MemoryNetwork:
         """See interface.Network."""
         if peer in self._connections:
             self._connections[peer].end(f"disconnected by {self.peer_id}")
+
+    def refuse(self, refused: Callable[[PeerId], bool]) -> None:
+        """See interface.Network."""
+        self._refused.append(refused)
+
+    def refuses(self, peer: PeerId) -> bool:
+        return any(refused(peer) for refused in self._refused)
 
     def connected_peers(self) -> tuple[PeerId, ...]:
         return tuple(self._connections)

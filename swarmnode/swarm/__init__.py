@@ -9,6 +9,9 @@ vote_file           a backbone peer's memory, and its seat's name
 commands            the control methods; offline runs them where there is no daemon
 errors, blobs       typed errors; byte strings within one
 
+advert_node         all of the following together, as the daemon runs it
+news                /swarmnode/news/1: the owner's word on its way to every member
+mdns                peers on the same local network
 adverts             what this node says of itself and hears of others: the service
 advert_exchange     /swarmnode/adverts/1: asking a neighbour for adverts
 dht                 adverts and holders of layers in the DHT

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -112,7 +112,12 @@ class AdvertService:
     """See the file's head. Run `run` in a nursery; everything is on the event loop."""
 
     def __init__(
-        self, speaker: Speaker, network: Network, gossip: Gossip, directory: AdvertDirectory | None = None
+        self,
+        speaker: Speaker,
+        network: Network,
+        gossip: Gossip,
+        directory: AdvertDirectory | None = None,
+        nearby: Callable[[], Mapping[str, Sequence[str]]] = dict,
     ) -> None:
         now = trio.current_time()
         self._speaker = speaker
@@ -124,7 +129,7 @@ class AdvertService:
         self._pace = AdvertPace(own, now, secrets.randbelow(1_000) / 1_000)
         self._book = AdvertBook(speaker.swarm, own, speaker.verify, speaker.admit, now)
         self._unreached = Unreached()
-        self._neighbourhood = Neighbourhood(network, self.peers, self._unreached)
+        self._neighbourhood = Neighbourhood(network, self.peers, self._unreached, nearby)
         self._exchange = AdvertExchange(network, self._select)
         self._topic = topic_of(speaker.swarm)
         self._content: AdvertContent | None = None
@@ -170,6 +175,10 @@ class AdvertService:
     def reached(self, peer: PeerId) -> None:
         """A dial elsewhere in this daemon succeeded."""
         self._unreached.reached(peer)
+
+    def found_nearby(self, peer: str) -> None:
+        """See Neighbourhood.look."""
+        self._neighbourhood.look(peer)
 
     async def find_holders(self, model: str, layer: int) -> tuple[Holder, ...]:
         """Who holds experts of the layer, by gossip and by the DHT; the verified ones first."""

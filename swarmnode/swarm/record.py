@@ -143,15 +143,14 @@ class SwarmRecord:
             PeerMistake: it is no news of this swarm, or its proof is false. A proof by an owner key whose rotation has
                 not been heard yet counts as false; the news comes again.
         """
-        kind, body = news[:1], news[1:]
-        if kind == _BAN:
-            return self._hear_ban(Ban.from_bytes(body))
-        if kind == _BACKBONE:
-            return self._hear_backbone(Enactment.from_bytes(body))
-        if kind == _ROTATION:
-            chain = self.chain.followed_by(Rotation.from_bytes(body))
-            return self if chain is self.chain else replace(self, chain=chain)
-        raise PeerMistake(f"news of kind {kind!r}")
+        match parse_news(news):
+            case Ban() as ban:
+                return self._hear_ban(ban)
+            case Enactment() as enactment:
+                return self._hear_backbone(enactment)
+            case rotation:
+                chain = self.chain.followed_by(rotation)
+                return self if chain is self.chain else replace(self, chain=chain)
 
     def hear_all(self, news: Iterable[bytes]) -> tuple[SwarmRecord, tuple[bytes, ...]]:
         """The record after all of it, and which of it was new. PeerMistake as `hear`."""
@@ -252,6 +251,18 @@ class SwarmRecord:
         if {chain.swarm, enactment.current.swarm} != {certificate.swarm}:
             raise PeerMistake("swarm record: its parts are of different swarms")
         return cls(name, psk, chain, enactment, certificate, addresses, bans, tuple(map(str, former)))
+
+
+def parse_news(news: bytes) -> Ban | Enactment | Rotation:
+    """What a piece of news says, its proof not looked at. PeerMistake if it is none."""
+    kind, body = news[:1], news[1:]
+    if kind == _BAN:
+        return Ban.from_bytes(body)
+    if kind == _BACKBONE:
+        return Enactment.from_bytes(body)
+    if kind == _ROTATION:
+        return Rotation.from_bytes(body)
+    raise PeerMistake(f"news of kind {kind!r}")
 
 
 def ban_news(ban: Ban) -> bytes:
