@@ -1,6 +1,6 @@
 """What this node says of itself, put together from those who know: cheap enough to be asked each second.
 
-    describe = SelfDescription(name="attic", host=host_id(swarm), addresses=lambda: network.addresses, ...)
+    describe = SelfDescription(name="attic", host=machine_name(data), addresses=lambda: network.addresses, ...)
     describe()                             # an AdvertContent
 
 What takes time is kept as long as its source is the same object: which experts are held, as the bits of an advert, and
@@ -9,10 +9,8 @@ the backends' measurements. Addresses are asked of the system now and then.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import trio
@@ -24,8 +22,6 @@ from swarmnode.member_messages import WIRE_VERSION
 from swarmnode.version import VERSION
 
 ADDRESSES_CACHED_SECONDS: Final = 10.0
-_HOST_CHARS: Final = 16
-_HOST_FILES: Final = ("/etc/machine-id", "/var/lib/dbus/machine-id", "/proc/sys/kernel/random/boot_id")
 
 
 class Memory(NamedTuple):
@@ -39,30 +35,12 @@ Held = tuple[str, Mapping[int, Collection[int]]]
 """A model's id, and experts of its layers. The mapping is not changed in place: other experts, another mapping."""
 
 
-def host_id(swarm: str, named: str = "") -> str:
-    """A word that is the same for all nodes of one machine in one swarm, and says nothing else. "" if it has no id.
-
-    `named` takes the place of the machine's own id: where containers or namespaces stand for machines, say.
-    """
-    identity = named or next(filter(None, map(_first_line, _HOST_FILES)), "")
-    if not identity:
-        return ""
-    return hashlib.sha256(f"swarmnode host {swarm} {identity}".encode()).hexdigest()[:_HOST_CHARS]
-
-
-def _first_line(path: str) -> str:
-    try:
-        return Path(path).read_text().partition("\n")[0].strip()
-    except (OSError, ValueError):
-        return ""
-
-
 @dataclass
 class SelfDescription:
     """Called without arguments it gives the content of this node's advert now, but for its membership certificate.
 
     `addresses`: where others may dial this node, best first. `phase`: joining until this node has what it should
-    have, then ready; loading in between. `host`: see host_id.
+    have, then ready; loading in between. `host`: machine.machine_name's.
     """
 
     name: str

@@ -22,6 +22,7 @@ from swarmnode.config import Config, parse_config
 from swarmnode.member_messages import PROTOCOL as MEMBER_PROTOCOL
 from swarmnode.net import limits as net_limits
 from swarmnode.shards.messages import PROTOCOL as SHARDS_PROTOCOL
+from swarmnode.swarm import advert_exchange, news
 from tests.documents import DOCUMENTS, ROOT, Document, first_codes, read, rows
 
 PACKAGES: Final = ("backends", "capabilities", "scheduler", "swarmnode")
@@ -188,9 +189,11 @@ def test_commands_were_looked_at() -> None:
 
 def test_protocols_are_those_that_are_served() -> None:
     headings = re.findall(r"^## (/swarmnode/\S+)$", DOCUMENTS["protocols.md"].text, re.MULTILINE)
-    modules = (expert_messages, pinger, prompt_messages, status, election_service, leadership_messages)
+    modules = (
+        expert_messages, pinger, prompt_messages, status, election_service, leadership_messages, advert_exchange, news
+    )  # fmt: skip
     assert set(headings) == {module.PROTOCOL for module in modules} | {MEMBER_PROTOCOL, SHARDS_PROTOCOL}
-    assert len(headings) == 8
+    assert len(headings) == 10
 
 
 def test_limits_are_those_in_force() -> None:

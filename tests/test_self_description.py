@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from trio.testing import MockClock
@@ -14,9 +13,9 @@ from capabilities.held_experts import HeldExperts
 from swarmnode import self_description
 from swarmnode.measured import Measured
 from swarmnode.member_messages import WIRE_VERSION
-from swarmnode.self_description import ADDRESSES_CACHED_SECONDS, Memory, SelfDescription, host_id
+from swarmnode.self_description import ADDRESSES_CACHED_SECONDS, Memory, SelfDescription
 from swarmnode.version import VERSION
-from tests.advert_tools import MODEL, SWARM, Speaking
+from tests.advert_tools import MODEL, Speaking
 from tests.test_measuring import measured_type, measurement
 
 
@@ -93,14 +92,3 @@ async def test_what_changes_is_noticed_and_the_rest_is_kept(
     assert sources.looked_up == 1
     autojump_clock.jump(ADDRESSES_CACHED_SECONDS)
     assert describe().addresses == (sources.address,)
-
-
-def test_a_host_has_one_word_in_a_swarm_and_another_in_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "machine-id"
-    monkeypatch.setattr(self_description, "_HOST_FILES", (str(tmp_path / "none"), str(file)))
-    assert host_id(SWARM) == "", "no word, and not everybody's same one"
-    file.write_text("abc\n")
-    assert host_id(SWARM) == host_id(SWARM)
-    assert host_id(SWARM) != host_id("ab" * 32)
-    assert "abc" not in host_id(SWARM)
-    assert host_id(SWARM, "container-7") != host_id(SWARM)

@@ -21,6 +21,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Final
 
 import structlog
 import trio
@@ -46,6 +47,8 @@ from swarmnode.swarm.record import SwarmRecord, peer_of
 from swarmnode.swarm.store import SwarmStore
 
 _log = structlog.get_logger(__name__)
+
+_WATCH_SECONDS: Final = 1.0
 
 OpenDht = Callable[[RankValue], AbstractAsyncContextManager[Dht]]
 
@@ -105,6 +108,7 @@ class SwarmAdverts:
         self._cut_banned()
         await self._nursery.start(self._news.run)
         await self._nursery.start(self._service.run)
+        self._nursery.start_soon(self._watch_record)
         self._nursery.start_soon(self._remember_backbone)
         if lan is not None:
             self._nursery.start_soon(lan.run)
@@ -233,6 +237,16 @@ class SwarmAdverts:
         """The record as it is; its last state while this node is leaving the swarm."""
         self._record = self._store.record or self._record
         return self._record
+
+    async def _watch_record(self) -> None:
+        """Who is a member changes whoever heard of it: other parts of the daemon take in news as well."""
+        seen = self._current()
+        while True:
+            await trio.sleep(_WATCH_SECONDS)
+            if (record := self._current()) is not seen:
+                if (record.bans, record.issuers) != (seen.bans, seen.issuers):
+                    self.recheck()
+                seen = record
 
     async def _remember_backbone(self) -> None:
         """Keep where the backbone is for the next start."""
