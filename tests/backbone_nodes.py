@@ -31,11 +31,13 @@ from tests.swarm_members import NOW_S, Founder, quick_keys
 
 
 @contextmanager
-def instant_threads() -> Iterator[None]:
-    """What would wait in a thread for the disk takes no time: trio's MockClock does not know of threads."""
+def mock_threads(disk_s: float) -> Iterator[None]:
+    """What would wait in a thread for the disk takes so long: trio's MockClock does not know of threads."""
 
     async def run_sync(call: Callable[..., Any], *args: Any, **_: Any) -> Any:
         await trio.lowlevel.checkpoint()
+        with trio.CancelScope(shield=True):
+            await trio.sleep(disk_s)
         return call(*args)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -209,9 +211,9 @@ async def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> flo
 
 
 @asynccontextmanager
-async def memory_swarm(root: Path, backbone: int, others: int = 0) -> AsyncIterator[Swarm]:
+async def memory_swarm(root: Path, backbone: int, others: int = 0, disk_s: float = 0.0) -> AsyncIterator[Swarm]:
     """A swarm on a network in memory, under trio's MockClock; it runs, and nobody may lead yet."""
-    with quick_keys(), instant_threads():
+    with quick_keys(), mock_threads(disk_s):
         async with open_memory_hub() as hub, trio.open_nursery() as nursery:
             swarm = Swarm.make(root, backbone, others, hub, nursery)
             await swarm.start()

@@ -129,6 +129,7 @@ class ElectionService:
             await self.hear_backbone(self._store.need().enactment)
             self._network.serve(PROTOCOL, self._serve, max_streams_per_peer=limits.ELECTION_STREAMS_PER_PEER_MAX)
             task_status.started()
+            await trio.sleep(TICK_S * self._draw())  # not in step with others: peers that tick at once stand at once
             while True:
                 await self._step(lambda election, now: election.tick(now))
                 await trio.sleep(TICK_S)

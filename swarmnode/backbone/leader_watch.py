@@ -15,6 +15,7 @@ import trio
 
 from capabilities.certificates import Mandate
 from capabilities.errors import PeerMistake, SwarmError
+from scheduler.election_state import DamagedState
 from scheduler.term_guard import StaleTerm, TermGuard
 from swarmnode.backbone.dialer import Dialer
 from swarmnode.backbone.kept import Kept, LeaderRecord
@@ -64,10 +65,14 @@ class LeaderWatch:
         self._nursery: trio.Nursery | None = None
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Watch until cancelled. Raises OSError if what was kept cannot be read."""
-        stored = await trio.to_thread.run_sync(self._kept.load_mandate)
+        """Watch until cancelled. Raises DamagedState if what was kept cannot be read."""
+        try:
+            stored = await trio.to_thread.run_sync(self._kept.load_mandate)
+            self._record = await trio.to_thread.run_sync(self._kept.load_record)
+        except OSError as error:
+            hint = "Check the file's owner and mode."
+            raise DamagedState(f"cannot read {error.filename}: {error.strerror}", hint=hint) from error
         self._guard = TermGuard(self._swarm, verify, self._store.verify_owner, stored)
-        self._record = await trio.to_thread.run_sync(self._kept.load_record)
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._hear_own)
@@ -129,6 +134,7 @@ class LeaderWatch:
             self._guard.receive(mandate)
         except StaleTerm:
             return
+        self._judge()  # an older leader leads no more, whatever the disk does
         await self._store_newest()
         await self._own.election.learn(mandate)
         self._judge()

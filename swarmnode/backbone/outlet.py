@@ -39,6 +39,7 @@ class Outlet:
         pause_s = limits.BACKBONE_RETRY_SECONDS_MIN
         with self.scope:
             while True:
+                await self._wait_filled()  # most members never have anything to say to most others
                 await self._dialer.wait_connected(self._peer)
                 opened = trio.current_time()
                 try:
@@ -60,10 +61,14 @@ class Outlet:
                     while self._waiting:
                         with trio.fail_after(limits.ELECTION_SEND_SECONDS_MAX):
                             await stream.send(self._waiting.popleft())
-                    self._filled = trio.Event()
-                    await self._filled.wait()
+                    await self._wait_filled()
         finally:
             await stream.reset()
+
+    async def _wait_filled(self) -> None:
+        while not self._waiting:
+            self._filled = trio.Event()
+            await self._filled.wait()
 
     async def _notice_end(self, stream: Stream) -> None:
         """Raise when the stream is over, or the next message would find out, and be lost."""

@@ -9,6 +9,9 @@ from swarmnode.backbone.leadership_messages import Word
 from swarmnode.printable import printable_line
 
 _PEERS_NAMED_MAX: Final = 3
+_DISABLED: Final = ("this peer lost", "this peer takes no part")
+"""Members that answer and cannot vote: without them said, the rest of the story makes no sense."""
+
 _NO_MODEL: Final = "no backbone peer holds a model: `swarmctl model add FILE` on one"
 
 
@@ -28,7 +31,13 @@ def why_nobody_leads(
             return f"{word.leader} is about to lead"
     if not any(word.eligible for word in heard.values()) and all(_may_not_lead(word) for word in heard.values()):
         return _NO_MODEL
-    peer, word = min(heard.items(), key=lambda said: (not said[1].eligible, said[0] != own, said[0]))
+    disabled = [peer for peer in sorted(heard) if heard[peer].why.startswith(_DISABLED)]
+    speaker = min(heard, key=lambda peer: (peer in disabled, not heard[peer].eligible, peer != own, peer))
+    disabled = [peer for peer in disabled if peer != speaker]
+    return "; ".join(_said_by(peer, heard[peer], own) for peer in (speaker, *disabled))
+
+
+def _said_by(peer: str, word: Word, own: str) -> str:
     why = printable_line(word.why) or "an election is under way"
     return why if peer == own else why.replace("this peer", f"the backbone peer {peer}")
 
