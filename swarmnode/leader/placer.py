@@ -82,6 +82,15 @@ class Placer:
         self._proving: set[PeerId] = set()
         self._q8_layers = self._quantizable(settings.activations)
 
+    @property
+    def last_epoch(self) -> int:
+        """The newest epoch of this term. Set before `run`: what another model's placements took."""
+        return self._epoch
+
+    @last_epoch.setter
+    def last_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
     # -- events -------------------------------------------------------------------------------------------------
 
     def joined(self, member: Member) -> None:

@@ -105,6 +105,7 @@ class Leader:
         self._trunks = trunks
         self._choose = choose
         self._borrow = borrow
+        self._last_epoch = 0
         self._config = config
         self._threads = threads
         self._models_changed = trio.Event()
@@ -222,6 +223,7 @@ class Leader:
         sums = config.combine == "partial-sum"
         settings = PlacerSettings(swarm.workers_expected, swarm.settle_s, config.activations, sums)
         placer = Placer(self._network, self.members, manifest, reference, remote, engine, settings, self.term)
+        placer.last_epoch = self._last_epoch  # a worker may still hold another model's under an earlier one
         prompts = PromptService(
             engine,
             model.vocabulary,
@@ -253,6 +255,7 @@ class Leader:
                         await self._protocols.prompts.wait_idle()
                     links.cancel()
         finally:
+            self._last_epoch = placer.last_epoch
             with trio.CancelScope(shield=True):
                 if not await engine.stop():  # without links a step ends, unless llama.cpp itself hangs
                     self._trunks.lose(model)
