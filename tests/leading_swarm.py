@@ -19,6 +19,7 @@ from swarmnode.config import Config, parse_config
 from swarmnode.leader.protocols import LeaderProtocols
 from swarmnode.leader.service import Leader
 from swarmnode.leader.trunk import Trunks
+from swarmnode.leadership import NamedLeader
 from swarmnode.model_choice import ModelChoice
 from swarmnode.models import Models
 from swarmnode.net.memory import MemoryHub, MemoryNetwork, open_memory_hub
@@ -141,7 +142,8 @@ class LeadingSwarm:
         made = make or (lambda: GgmlExperts(Device("CPU")))
         serve_pings(network)
         said = hello(f"worker-{number}", **fields)
-        worker = Worker(network, self.network.addresses[0], lambda: said, cache, said.memory_budget_bytes, made)
+        view = NamedLeader(self.network.peer_id, self.network.addresses[0])
+        worker = Worker(network, view, lambda: said, cache, said.memory_budget_bytes, made)
         hand = Hand(network, worker, self)
         self.hands.append(hand)
         self.nursery.start_soon(worker.run)
