@@ -79,7 +79,10 @@ def run_bench(
     undivided = Undivided(path, context_tokens=context, threads=THREADS, fast=fast)
     try:
         prompt = _prompt(undivided, prompt_tokens)
-        leader = {"leader": {"context_tokens": context, "parallel": 1, "fast": fast, "combine": combine}}
+        leader: dict[str, dict[str, Any]] = {
+            "leader": {"context_tokens": context, "parallel": 1, "fast": fast, "combine": combine, "own_copy": False},
+            "swarm": {"replicas": 1},  # every row from a worker, every worker with its share
+        }
         each = {"compute": {"threads": THREADS}}
         with LocalSwarm(root, workers, leader=leader, each=each, own_cores=True) as swarm:
             swarm.add_model(path, progress)

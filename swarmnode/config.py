@@ -90,6 +90,10 @@ class NodeConfig(_Section):
     """Disk that fetched experts may take. 0: half of what is free when the daemon starts. It is a cache: what was used
     longest ago goes first, and everything can be fetched again."""
 
+    host: Annotated[str, AfterValidator(_check_name)] = ""
+    """What stands for this machine when copies of an expert are put on different ones. Empty: its machine id. Set it
+    where machines share an id (cloned images), or where daemons on one machine are to count as apart."""
+
     def memory_bytes(self, available_bytes: int) -> int:
         """The budget for experts, given the memory that is available now."""
         return self.memory_mib * MIB or available_bytes * 3 // 4
@@ -117,6 +121,10 @@ class SwarmConfig(_Section):
     settle_s: Annotated[float, Field(ge=0.1, le=600)] = 3.0
     """Leader: how long to wait for one more worker before experts are dealt out (the first time only if
     workers_expected is 0). Workers dial again within two seconds, so three see all that are up."""
+
+    replicas: Annotated[int, Field(ge=1, le=8)] = 2
+    """Leader: copies of each expert, on different machines, where memory allows. With two, any one machine may be lost
+    in the middle of an answer. A third costs as much memory as the second and is needed far less."""
 
     @model_validator(mode="after")
     def _role_fits(self) -> Self:
@@ -170,6 +178,10 @@ class LeaderConfig(_Section):
     so for n chosen experts it sends up to n times fewer bytes back (4 * width instead of 4 * width * n): for slow
     uplinks. The last bits then depend on which worker holds which experts, though not on timing or on who else is
     served, and a few architectures refuse it."""
+
+    own_copy: bool = True
+    """What no worker can compute at this moment, the leader computes from the model's file, if it has it. That is slow,
+    since experts are read when they are needed, but an answer goes on. false: it waits for the workers."""
 
 
 class ComputeConfig(_Section):

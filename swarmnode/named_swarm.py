@@ -103,7 +103,7 @@ class NamedWorker(_NamedNode):
         budget = config.node.memory_bytes(psutil.virtual_memory().available)
         disk = config.node.disk_bytes(psutil.disk_usage(str(paths.shards)).free)
         facts = NodeFacts.of(config, compute.name, compute.device, threads, budget)
-        host = await trio.to_thread.run_sync(machine_name, paths.data)
+        host = config.node.host or await trio.to_thread.run_sync(machine_name, paths.data)
 
         def hello() -> Hello:
             return Hello(

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +27,17 @@ from swarmnode.expert_messages import DispatchHead, HeldLayer, decode_dispatch, 
 from swarmnode.identity import Identity
 from swarmnode.local_experts import load_experts
 from swarmnode.member_messages import PROTOCOL as MEMBER
-from swarmnode.member_messages import WIRE_VERSION, Assign, Begin, Hello, Phase, Progress, decode_from_leader, encode
+from swarmnode.member_messages import (
+    WIRE_VERSION,
+    Assign,
+    Begin,
+    Hello,
+    Phase,
+    Policy,
+    Progress,
+    decode_from_leader,
+    encode,
+)
 from swarmnode.net.interface import Network, NetworkError, PeerId, Stream, StreamReset
 from swarmnode.net.libp2p_host import Libp2pNetwork, open_libp2p_network
 from swarmnode.pinger import serve_pings
@@ -162,19 +172,22 @@ class FakeWorker:
     right: Rows | None = None
     spoil: Spoil = honest
     memory_budget_bytes: int = 1 << 30
+    host: str = ""
+    answers_pings: bool = True  # False: somebody else on this node does
     claims_loaded: bool = True
     assigned: list[Assign] = field(default_factory=list)
     begun: list[Begin] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.network.serve(EXPERTS, self._experts, max_streams_per_peer=8)
-        serve_pings(self.network)
+        if self.answers_pings:
+            serve_pings(self.network)
 
     async def run(self) -> None:
         """One stay, until the stream breaks."""
         peer = await self.network.connect(self.leader)
         self.stream = await self.network.open_stream(peer, MEMBER)
-        await self.stream.send(encode(hello(self.name, self.memory_budget_bytes)))
+        await self.stream.send(encode(replace(hello(self.name, self.memory_budget_bytes), host=self.host)))
         with contextlib.suppress(NetworkError):
             while True:
                 message = decode_from_leader(await read_frame(self.stream, limits.MEMBER_FRAME))
@@ -184,6 +197,9 @@ class FakeWorker:
                         await self.report("loaded")
                 elif isinstance(message, Begin):
                     self.begun.append(message)
+
+    async def drain(self, draining: bool) -> None:
+        await self.stream.send(encode(Policy(draining)))
 
     async def report(self, phase: Phase, done: int = 1, error: SwarmError | None = None) -> None:
         """Tell the leader how far the latest assignment is."""

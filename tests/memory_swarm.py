@@ -90,7 +90,8 @@ class Lab:
 
     async def join(self, name: str, **fields: Any) -> Stay:
         """A fake worker that says hello; it stays until `leave`."""
-        stay = Stay(FakeWorker(self.hub.join(), self.address, name=name, right=Arithmetic(), **fields), self)
+        network = fields.pop("network", None) or self.hub.join()
+        stay = Stay(FakeWorker(network, self.address, name=name, right=Arithmetic(), **fields), self)
         await stay.back()
         return stay
 
@@ -131,7 +132,10 @@ class Stay:
 
 
 @asynccontextmanager
-async def leader_lab(expected: int = 0, settle_s: float = 3.0, term: int = 1) -> AsyncIterator[Lab]:
+async def leader_lab(
+    expected: int = 0, settle_s: float = 3.0, term: int = 1, **settings: Any
+) -> AsyncIterator[Lab]:
+    """settings: more of PlacerSettings."""
     async with open_memory_hub() as hub, trio.open_nursery() as nursery:
         network = hub.join()
 
@@ -140,8 +144,8 @@ async def leader_lab(expected: int = 0, settle_s: float = 3.0, term: int = 1) ->
 
         members = Members(network, *map(to_placer, ("joined", "progressed", "left", "spoke")))
         remote = RemoteExperts(MODEL.manifest.layers, trio.lowlevel.current_trio_token())
-        settings = PlacerSettings(expected, settle_s, "f32")
-        placer = Placer(network, members, MODEL.manifest, Reference(), remote, Engine(), settings, term)  # type: ignore[arg-type]
+        made = PlacerSettings(expected, settle_s, "f32", **settings)
+        placer = Placer(network, members, MODEL.manifest, Reference(), remote, Engine(), made, term)  # type: ignore[arg-type]
         await nursery.start(members.watch.run)
         network.serve(MEMBER, members.handle, max_streams_per_peer=limits.MEMBER_STREAMS_PER_PEER_MAX)
         serve_pings(network)

@@ -65,7 +65,10 @@ def serving(
 ) -> Iterator[Served]:
     """A ready swarm with a tiny model. `leader` are keys of its configuration's section."""
     model = write_tiny_model(root / f"{kind}.gguf", kind, quantisation=quantisation)
-    settings = {"leader": {"context_tokens": CONTEXT_TOKENS, "batch_tokens": 64, **leader}}
+    settings = {
+        "leader": {"context_tokens": CONTEXT_TOKENS, "batch_tokens": 64, "own_copy": False, **leader},
+        "swarm": {"replicas": 1},
+    }
     with LocalSwarm(root / "swarm", workers, leader=settings) as swarm:
         swarm.add_model(model)
         swarm.wait_ready(timeout_s=30)

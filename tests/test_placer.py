@@ -12,9 +12,10 @@ import trio.testing
 from trio.testing import MockClock
 
 from capabilities.errors import Internal
-from scheduler.settling import REPLACE_AFTER_S, STALLED_S
+from scheduler.settling import REPLACE_AFTER_S, STALLED_S, UNCOVERED_AFTER_S
 from swarmnode.expert_messages import DispatchHead, encode_failure, encode_reply
 from swarmnode.leader.members import MEMBERS_MAX
+from swarmnode.leader.own_experts import OWN_COPY
 from tests.fault_tools import honest
 from tests.memory_swarm import EXPERT_BYTES, LAYERS, N_EXPERT, Lab, Stay, leader_lab
 
@@ -83,7 +84,7 @@ async def test_a_worker_that_comes_back_proves_its_share_again_and_nothing_moves
         assert f"{SHARE} experts wait for one" in refusal.message
         assert len(lab.placer.coverage.copies()[1]) == SHARE
         assert (one.state, two.state) == ("gone", "ready")
-        await settled(lab, REPLACE_AFTER_S - 1)
+        await settled(lab, UNCOVERED_AFTER_S - 1)
         await one.back()
         await settled(lab)
         assert lab.ready
@@ -97,7 +98,7 @@ async def test_a_worker_that_stays_away_is_replaced_by_those_who_are_there(autoj
         one, two = await pair(lab)
         await settled(lab)
         await one.leave()
-        await settled(lab, REPLACE_AFTER_S + 1)
+        await settled(lab, UNCOVERED_AFTER_S + 1)
         assert lab.ready
         assert (lab.placer.coverage.epoch, lab.placer.coverage.held_now(two.member)) == (2, 2 * SHARE)
         await one.back()  # a newcomer now
@@ -255,18 +256,30 @@ async def test_too_little_memory_is_said_with_the_missing_bytes(autojump_clock: 
         assert lab.ready
 
 
-async def test_where_both_epochs_do_not_fit_the_old_one_ends_first(autojump_clock: MockClock) -> None:
+async def test_where_both_shares_do_not_fit_the_old_one_goes_when_the_others_are_done(
+    autojump_clock: MockClock,
+) -> None:
     async with leader_lab(expected=2, settle_s=1.0) as lab:
-        one, _ = await pair(lab, memory_budget_bytes=SHARE * EXPERT_BYTES)
+        one, two = await pair(lab, memory_budget_bytes=SHARE * EXPERT_BYTES)
         await settled(lab)
         third = await lab.join("three", memory_budget_bytes=1 << 30, claims_loaded=False)
         await settled(lab, 1.1)
-        assert len(one.fake.assigned) == 2
-        assert not lab.ready
-        assert lab.remote._routing is None
+        assert (len(one.fake.assigned), len(two.fake.assigned), len(third.fake.assigned)) == (1, 1, 1)
+        assert (lab.ready, lab.placer.coverage.epoch) == (True, 1)
+        one.fake.claims_loaded = two.fake.claims_loaded = False
         await third.fake.report("loaded")
         await settled(lab)
+        routing = lab.remote._routing
+        assert routing is not None
+        assert routing.epochs == {str(third.peer): 2}  # the newcomer answers already
+        assert len(one.fake.assigned) + len(two.fake.assigned) == 3  # one after the other
+        assert not lab.ready  # what only that one held is missing for a while
+        for stay in sorted((one, two), key=lambda stay: stay.peer):
+            await stay.fake.report("loaded")
+            await settled(lab)
         assert (lab.ready, lab.placer.coverage.epoch) == (True, 2)
+        assert lab.remote._routing is not None
+        assert lab.remote._routing.epochs == {}
 
 
 async def test_a_suspended_worker_is_suspect_and_proves_itself_when_it_answers(autojump_clock: MockClock) -> None:
@@ -326,3 +339,133 @@ async def test_members_who_left_make_room_for_those_who_come(autojump_clock: Moc
         await settled(lab, 700)
         assert lab.ready
         assert len(lab.members.by_peer) == 2
+
+
+# --- Replicas ---------------------------------------------------------------------------------------------------------
+
+ALL = len(LAYERS) * N_EXPERT
+
+
+async def test_with_two_copies_one_may_leave_and_the_swarm_stays_ready(autojump_clock: MockClock) -> None:
+    async with leader_lab(expected=3, replicas=2) as lab:
+        stays = [await lab.join(name) for name in ("one", "two", "three")]
+        await settled(lab)
+        assert lab.placer.coverage.copies() == (2, [])
+        await stays[0].leave()
+        await settled(lab, REPLACE_AFTER_S - 1)
+        assert (lab.ready, lab.placer.coverage.epoch) == (True, 1)
+        assert lab.placer.coverage.copies() == (1, [])
+        await settled(lab, 2)
+        assert (lab.ready, lab.placer.coverage.epoch) == (True, 2)
+        assert lab.placer.coverage.copies() == (2, [])
+
+
+async def test_the_first_epoch_begins_with_one_copy_of_each_and_the_others_follow(autojump_clock: MockClock) -> None:
+    async with leader_lab(expected=2, replicas=2) as lab:
+        await lab.join("one")
+        slow = await lab.join("slow", claims_loaded=False)
+        await settled(lab)
+        assert (lab.ready, lab.placer.coverage.copies()) == (True, (1, []))
+        await slow.fake.report("loaded")
+        await settled(lab)
+        assert (lab.placer.coverage.copies(), slow.state) == ((2, []), "ready")
+        assert slow.fake.begun[-1].epoch == 1
+
+
+async def test_copies_go_to_different_hosts_only(autojump_clock: MockClock) -> None:
+    async with leader_lab(expected=2, replicas=2) as lab:
+        for name in ("one", "two"):
+            await lab.join(name, host="the same")
+        await settled(lab)
+        assert lab.placer.coverage.copies() == (1, [])
+        report = lab.placer.describe()
+        assert report is not None
+        assert "1 hosts" in report.degraded[0]
+
+
+async def test_a_worker_that_drains_is_relieved_and_serves_until_then(autojump_clock: MockClock) -> None:
+    async with leader_lab(expected=2, replicas=1) as lab:
+        one, two = await pair(lab)
+        await settled(lab)
+        two.fake.claims_loaded = False
+        await one.fake.drain(True)
+        await settled(lab, 0.1)
+        assert (one.state, lab.ready, lab.placer.coverage.epoch) == ("draining", True, 1)
+        assert sum(map(len, two.fake.assigned[-1].held.values())) == ALL
+        await two.fake.report("loaded")
+        await settled(lab)
+        assert (lab.ready, lab.placer.coverage.epoch) == (True, 2)
+        await one.leave()
+        await settled(lab, 60)
+        assert (lab.ready, lab.placer.coverage.epoch) == (True, 2)
+
+
+async def test_nobody_can_take_over_from_a_worker_that_drains(autojump_clock: MockClock) -> None:
+    async with leader_lab(expected=1) as lab:
+        one = await lab.join("one")
+        await settled(lab)
+        await one.fake.drain(True)
+        await settled(lab, 100)
+        assert (lab.ready, len(one.fake.assigned)) == (True, 1)
+        await one.fake.drain(False)
+        await settled(lab, 1)
+        assert one.state == "ready"
+
+
+async def test_copies_change_hands_without_a_gap_where_no_worker_has_room_for_both(autojump_clock: MockClock) -> None:
+    async with leader_lab(expected=4, replicas=2, settle_s=1.0) as lab:
+        tight = [await lab.join(f"w{i}", memory_budget_bytes=ALL * EXPERT_BYTES // 2) for i in range(4)]
+        await settled(lab)
+        assert lab.placer.coverage.copies() == (2, [])
+        await tight[0].leave()
+        ready = []
+        for _ in range(450):
+            await settled(lab, 0.1)
+            ready.append(lab.ready)
+        assert all(ready)
+        assert lab.placer.coverage.epoch == 2
+        await tight[0].back()
+        for _ in range(100):
+            await settled(lab, 0.1)
+            assert lab.ready
+        assert (lab.placer.coverage.epoch, lab.placer.coverage.copies()) == (3, (2, []))
+
+
+async def test_the_leaders_own_node_holds_experts_only_if_the_others_cannot(autojump_clock: MockClock) -> None:
+    async with leader_lab(settle_s=1.0) as lab:
+        own = await lab.join("own", network=lab.network, answers_pings=False)
+        await settled(lab, 2)
+        assert (lab.ready, lab.placer.coverage.held_now(own.member)) == (True, ALL)  # a swarm of one
+        other = await lab.join("other")
+        await settled(lab, 5)
+        assert (lab.ready, own.state, lab.placer.coverage.held_now(other.member)) == (True, "joining", ALL)
+
+
+async def test_what_the_loss_of_a_worker_would_cost(autojump_clock: MockClock) -> None:
+    async with leader_lab(expected=2) as lab:
+        assert lab.placer.describe() is None
+        one, two = await pair(lab)
+        await settled(lab)
+        report, loss = lab.placer.describe(), lab.placer.without(str(one.peer))
+        assert report is not None
+        assert loss is not None
+        assert report.coverage.min_copies == 1
+        assert any("have one copy, on two" in text for text in report.single_points)
+        assert sum(map(len, loss.no_copy.values())) == SHARE
+        assert loss.bytes_to_move == SHARE * EXPERT_BYTES
+        assert two.state == "ready"
+
+
+async def test_with_a_copy_of_its_own_the_leader_covers_everything_once_an_epoch_has_begun(
+    autojump_clock: MockClock,
+) -> None:
+    async with leader_lab(expected=1, own_copy=True) as lab:
+        assert not lab.placer.coverage.covers
+        one = await lab.join("one")
+        await settled(lab)
+        await one.leave()
+        await settled(lab, 1)
+        assert lab.placer.coverage.copies()[0] == 0
+        assert lab.ready
+        assert lab.remote._routing is not None
+        assert lab.remote._routing.layers[LAYERS[0]].peers == (OWN_COPY,)

@@ -76,7 +76,10 @@ class Broken(Served):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broken]:
     root = tmp_path_factory.mktemp("broken")
-    settings = {"leader": {"context_tokens": CONTEXT_TOKENS, "batch_tokens": 64}, "swarm": {"settle_s": 0.5}}
+    settings = {
+        "leader": {"context_tokens": CONTEXT_TOKENS, "batch_tokens": 64, "own_copy": False},
+        "swarm": {"settle_s": 0.5, "replicas": 1},
+    }
     swarm = LocalSwarm(root / "swarm", 2, leader=settings)
     second = swarm.workers.pop()
     with swarm:
@@ -429,7 +432,10 @@ async def test_a_member_that_never_loads_disturbs_nobody(served: Broken) -> None
 def half(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("half")
     model = write_tiny_model(root / "m.gguf", "olmoe")
-    settings = {"leader": {"context_tokens": CONTEXT_TOKENS}, "swarm": {"workers_expected": 2}}
+    settings = {
+        "leader": {"context_tokens": CONTEXT_TOKENS, "own_copy": False},
+        "swarm": {"workers_expected": 2, "replicas": 1},
+    }
     with LocalSwarm(root / "swarm", 1, leader=settings) as swarm:
         swarm.add_model(model)
         served = Served(swarm, model)

@@ -12,5 +12,7 @@ link              one worker's experts stream
 members           who is there (the member protocol)
 placer            when to place, who holds what, and when an epoch begins
 coverage          what of a placement can be used now: the answer behind `ready`
+proving           links to workers, and the proof that each must give; rest for those who fail
+publishing        the routing that the decode thread gets
 probe             every held expert, named and compared, before it serves
 """

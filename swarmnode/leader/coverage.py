@@ -1,6 +1,12 @@
-"""What of a placement can be used at this moment: the answers behind `ready`, `status` and each refusal."""
+"""What of a placement can be used at this moment: the answers behind `ready`, `status` and each refusal.
+
+Usually that is the current epoch on the members who have proven it. While a new one is prepared, whoever had no room
+for both answers under the new one as soon as it has proven that; so each member answers under one name at a time.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from backends.manifest import Manifest
 from capabilities.errors import NotReady
@@ -8,16 +14,29 @@ from scheduler.placement import Placement
 from swarmnode.leader.members import Member, Members
 from swarmnode.net.interface import PeerId
 
+Holders = Mapping[int, tuple[tuple[str, ...], ...]]
+
 
 class Coverage:
-    """The epoch that serves (`current`), the one that is being prepared (`wanted`), and the members who hold them."""
+    """The epoch that serves (`current`), the one that is being prepared (`wanted`), and the members who hold them.
 
-    def __init__(self, members: Members, manifest: Manifest) -> None:
+    `refresh` takes note of who can be used now; what is asked afterwards is answered from that. own_copy: the leader
+    itself can compute what nobody else does. joined_epochs: experts of both epochs may answer in one layer.
+    """
+
+    def __init__(
+        self, members: Members, manifest: Manifest, *, own_copy: bool = False, joined_epochs: bool = True
+    ) -> None:
         self.current: Placement | None = None
         self.wanted: Placement | None = None
         self.waiting_for = "workers to join"
+        self.own_copy = own_copy
+        self.answering: dict[str, Placement] = {}
+        self.holders: Holders = {}
+        self._counts: dict[int, list[int]] = {}
         self._members = members
         self._manifest = manifest
+        self._joined_epochs = joined_epochs
 
     @property
     def target(self) -> Placement | None:
@@ -29,37 +48,83 @@ class Coverage:
         """The epoch that serves, 0 before the first."""
         return 0 if self.current is None else self.current.epoch
 
+    @property
+    def complete(self) -> bool:
+        """Every expert has a holder that answers."""
+        return bool(self._counts) and all(min(counts) > 0 for counts in self._counts.values())
+
+    @property
+    def covers(self) -> bool:
+        """Every expert can be computed: by a holder, or here."""
+        return self.complete or (self.own_copy and self.current is not None)
+
+    def refresh(self) -> None:
+        """Look at who can be used: `answering` names the placement of each, `holders` who answers for each expert."""
+        current, wanted = self.current, self.wanted
+        self.answering = {}
+        if current is None:
+            self.holders, self._counts = {}, {}
+            return
+        self.answering = {peer: current for peer in current.peers() if self.is_usable(peer, current)}
+        moved: set[str] = set()
+        if wanted is not None and self._joined_epochs:
+            moved = {peer for peer in wanted.peers() if peer not in self.answering and self.is_usable(peer, wanted)}
+        self.holders = current.holders
+        if wanted is not None and moved:
+            self.answering |= dict.fromkeys(moved, wanted)
+            self.holders = {
+                layer: tuple(
+                    (*(p for p in before if p not in moved), *(p for p in after if p in moved))
+                    for before, after in zip(holders, wanted.holders[layer], strict=True)
+                )
+                for layer, holders in current.holders.items()
+            }
+        self._counts = {
+            layer: [sum(peer in self.answering for peer in peers) for peers in holders]
+            for layer, holders in self.holders.items()
+        }
+
+    def spares(self, peer: str) -> bool:
+        """Whether every expert has a holder that answers if this one does not."""
+        return self.complete and all(
+            count > 1 or peer not in peers
+            for layer, counts in self._counts.items()
+            for count, peers in zip(counts, self.holders[layer], strict=True)
+        )
+
     def refusal(self) -> NotReady | None:
         """Why no prompt can be served now, or None."""
         if self.current is None:
             return NotReady(f"the swarm is not ready: it waits for {self.waiting_for}{self._troubles()}")
-        away = [peer for peer in self.current.peers() if not self._is_usable(peer)]
-        if not away:
+        if self.covers:
             return None
-        names = ", ".join(self.name(peer) for peer in away)
-        lost = sum(len(experts) for peer in away for experts in self.current.held_by(peer).values())
-        return NotReady(f"the swarm is not ready: {lost} experts wait for {names}{self._troubles()}", peer=away[0])
+        away: dict[str, None] = {}
+        lost = 0
+        for layer, counts in self._counts.items():
+            for expert, count in enumerate(counts):
+                if not count:
+                    lost += 1
+                    away |= dict.fromkeys(self.current.holders[layer][expert])
+        names = ", ".join(self.name(peer) for peer in sorted(away))
+        return NotReady(f"the swarm is not ready: {lost} experts wait for {names}{self._troubles()}", peer=min(away))
 
     def copies(self) -> tuple[int, list[dict[str, int]]]:
-        """The fewest usable copies of any expert, and the experts that have none."""
+        """The fewest usable copies of any expert, and the experts that have none. The leader's own are not counted."""
         if self.current is None:
             layers = self._manifest.layers
             return 0, [{"layer": layer.layer, "expert": e} for layer in layers for e in range(layer.n_expert)]
-        usable = {peer for peer in self.current.peers() if self._is_usable(peer)}
-        counts = {
-            (layer, expert): sum(peer in usable for peer in peers)
-            for layer, holders in self.current.holders.items()
-            for expert, peers in enumerate(holders)
-        }
-        missing = [{"layer": layer, "expert": expert} for (layer, expert), n in counts.items() if not n]
-        return min(counts.values()), missing
+        counts = self._counts.items()
+        missing = [{"layer": layer, "expert": e} for layer, each in counts for e, n in enumerate(each) if not n]
+        return min(min(each) for _, each in counts), missing
 
     def state_of(self, member: Member) -> str:
-        """joining, loading, ready, suspect or gone, as `status` names it."""
+        """joining, loading, ready, draining, suspect or gone, as `status` names it."""
         if not member.stream_up:
             return "gone"
         if member.silent:
             return "suspect"
+        if member.draining:
+            return "draining"
         target = self.target
         if target is None or str(member.peer) not in target.peers():
             return "joining"
@@ -76,9 +141,17 @@ class Coverage:
         member = self._members.by_peer.get(PeerId(peer))
         return member.name if member is not None else peer
 
-    def _is_usable(self, peer: str) -> bool:
-        member, current = self._members.by_peer.get(PeerId(peer)), self.current
-        return current is not None and member is not None and member.is_usable(current.term, current.epoch)
+    def is_usable(self, peer: str, placement: Placement) -> bool:
+        """Whether this peer has proven a placement's share and answers."""
+        member = self._members.by_peer.get(PeerId(peer))
+        return member is not None and member.is_usable(placement.term, placement.epoch)
+
+    def is_proven(self, placement: Placement, *, whole: bool) -> bool:
+        """Whether all its holders can be used, or, unless `whole`, one for each expert."""
+        usable = {peer for peer in placement.peers() if self.is_usable(peer, placement)}
+        if whole:
+            return len(usable) == len(placement.peers())
+        return all(not usable.isdisjoint(peers) for holders in placement.holders.values() for peers in holders)
 
     def _troubles(self) -> str:
         """The first failure among the workers, since whoever waits wants to know the reason."""

@@ -114,6 +114,12 @@ class PeerLink:
         await self._up.wait()
         return self.closed is None
 
+    @property
+    def kernel_rows_per_s(self) -> float | None:
+        """Expert rows a second of its kernels alone, over this link's life; None before the first."""
+        s = self.statistics
+        return s.rows / (s.compute_us * 1e-6) if s.compute_us else None
+
     # -- dispatches ---------------------------------------------------------------------------------------------
 
     def send(

@@ -1,17 +1,17 @@
 """Placement, driven: decide, assign, load, probe, and only then begin the epoch.
 
-`current` is the epoch that serves, `wanted` one that is being prepared; the first serves until the second is proven,
-unless some worker has no room for both. Whatever goes wrong with a worker ends the same way: it rests for a while, is
-assigned its share again (which costs nothing if it still holds it), proves it again, and serves. The swarm is ready
-exactly when every holder of the current epoch is usable. The decisions themselves are pure (scheduler/settling.py,
-scheduler/placement.py).
+`current` is the epoch that serves, `wanted` one that is being prepared; the first serves until the second is proven. A
+worker without room for both lets go of the old share first: one after another, as long as others hold what it held. The
+swarm is ready as long as every expert has a copy that can be used. The decisions themselves are pure
+(scheduler/settling.py, scheduler/placing.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
 
 import structlog
 import trio
@@ -19,41 +19,54 @@ import trio
 from backends.activations import q8_0_is_exact
 from backends.manifest import Manifest
 from backends.program import ExpertProgram
-from capabilities.agreement import Agreement
-from capabilities.errors import Internal, SwarmError
-from scheduler.dispatch import LayerRouting
-from scheduler.placement import LayerSpec, Placement, PlacementImpossible, WorkerSpec, even_split
-from scheduler.settling import STALLED_S, Present, decide, exclusion_s, rest_s
+from capabilities.errors import Internal
+from scheduler.placement import LayerSpec, Placement, PlacementImpossible, WorkerSpec, output_ranks
+from scheduler.placement_report import Loss, PlacementReport, describe, without
+from scheduler.placing import place
+from scheduler.settling import STALLED_S, Present, decide, exclusion_s
 from swarmnode.leader.coverage import Coverage
 from swarmnode.leader.engine import DecodeEngine
-from swarmnode.leader.link import PeerLink
 from swarmnode.leader.members import Member, Members
-from swarmnode.leader.probe import ProbeReference, probe
+from swarmnode.leader.probe import ProbeReference
+from swarmnode.leader.proving import Prover
+from swarmnode.leader.publishing import make_routing, numeric_class
 from swarmnode.leader.remote_experts import RemoteExperts
-from swarmnode.leader.routing import Routing
 from swarmnode.member_messages import Assign, Begin, Progress
 from swarmnode.net.interface import Network, PeerId
 from swarmnode.wire import Q8_0_BLOCK_VALUES
 
 _log = structlog.get_logger(__name__)
 
-AGAIN_S_MAX = 30.0  # how long the loop sleeps at most: some conditions are only a matter of time
+AGAIN_S_MAX = 30.0  # how long the loop sleeps at most: some conditions are only a matter of time, and speeds change
+RTT_MS_MIN: Final = 4.0  # below, on one local network, it is the processes that take the time
+_INLINE_MAX: Final = 50_000  # experts times workers that are placed on the event loop: a few ten milliseconds
 
 ActivationsChoice = Literal["auto", "f32", "q8_0"]
+Sources = Callable[[str], Sequence[str]]
+"""Whom a worker is told to fetch from."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacerSettings:
-    """From the configuration: see SwarmConfig and LeaderConfig."""
+    """From the configuration: see SwarmConfig and LeaderConfig. own_copy: the leader can compute experts itself."""
 
     workers_expected: int
     settle_s: float
     activations: ActivationsChoice
     partial_sums: bool = False
+    replicas: int = 1
+    own_copy: bool = False
+
+
+def _nothing() -> None:
+    pass
 
 
 class Placer:
-    """Places one model's experts on the members. `run` never ends; the other methods are called on the event loop."""
+    """Places one model's experts on the members. `run` never ends; the other methods are called on the event loop.
+
+    changed: called whenever what can be used, or what serves, may have changed.
+    """
 
     def __init__(
         self,
@@ -65,96 +78,74 @@ class Placer:
         engine: DecodeEngine,
         settings: PlacerSettings,
         term: int,
+        *,
+        sources: Sources | None = None,
+        changed: Callable[[], None] = _nothing,
     ) -> None:
         self.term = term
         self.members = members
-        self.coverage = Coverage(members, manifest)
-        self._network = network
+        self.coverage = Coverage(members, manifest, own_copy=settings.own_copy, joined_epochs=not settings.partial_sums)
+        self.layers = [LayerSpec(layer.layer, layer.n_expert, layer.expert_bytes) for layer in manifest.layers]
+        self._own = str(network.peer_id)
         self._manifest = manifest
-        self._reference = reference
         self._remote = remote
         self._engine = engine
         self._settings = settings
-        self._epoch = 0
-        self._considered: set[str] = set()  # workers that the last attempt to place took into account
-        self._changed = trio.Event()
-        self._nursery: trio.Nursery | None = None
-        self._proving: set[PeerId] = set()
+        self._sources = sources or (lambda _peer: (self._own,))
+        self._tell_changed = changed
+        self._ask_f32 = output_ranks(self.layers)
         self._q8_layers = self._quantizable(settings.activations)
-
-    @property
-    def last_epoch(self) -> int:
-        """The newest epoch of this term. Set before `run`: what another model's placements took."""
-        return self._epoch
-
-    @last_epoch.setter
-    def last_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
+        self._prover = Prover(
+            network, manifest, reference, self, partial_sums=settings.partial_sums, ask_f32=self._ask_f32
+        )
+        self.last_epoch = 0  # the newest of this term; set before `run` to what another model's placements took
+        self._considered: dict[str, WorkerSpec] = {}  # as the last attempt to place took them into account
+        self._waiting: set[str] = set()  # they keep their old share until others can do without it
+        self._changed = trio.Event()
 
     # -- events -------------------------------------------------------------------------------------------------
 
     def joined(self, member: Member) -> None:
         """A worker said hello: if it is a holder, it gets its assignment (again)."""
-        self._assign(member)
+        self.assign(member)
         self._changed.set()
 
     def left(self, member: Member) -> None:
         target = self.coverage.target
         if target is None or str(member.peer) not in target.peers():
-            self._considered.discard(str(member.peer))  # it may come back with more memory
-        self._publish()
-        self._changed.set()
+            self._considered.pop(str(member.peer), None)  # it may come back with more memory
+        self.usable_changed()
 
     def spoke(self, member: Member) -> None:
-        """A worker fell silent, or answers again after it had."""
-        self._publish()
-        self._try_to_prove(member)
+        """A worker fell silent, answers again after it had, or wants to hold nothing more (or does again)."""
+        self.usable_changed()
+        self._prover.try_to_prove(member)
 
     def progressed(self, member: Member, progress: Progress) -> None:
-        target = self.coverage.target
-        if target is None or (progress.term, progress.epoch) != (target.term, target.epoch) or member.resting:
+        share = self.share_of(str(member.peer))
+        if share is None or (progress.term, progress.epoch) != (share.term, share.epoch) or member.resting:
             return
         if progress.phase == "failed":
-            self._failed(member, progress.error or Internal("the worker could not load, and does not say why"))
+            self._prover.failed(member, progress.error or Internal("the worker could not load, and does not say why"))
         elif progress.phase == "loaded":
-            self._try_to_prove(member)
+            self._prover.try_to_prove(member)
         else:
             member.phase = "loading"
-
-    def _failed(self, member: Member, error: SwarmError) -> None:
-        """Let a worker rest, and assign its share again."""
-        if member.resting or not member.stream_up:
-            return
-        member.phase, member.error, member.resting = "failed", error, True
-        member.failures += 1
-        if member.failing_since_s is None:
-            member.failing_since_s = trio.current_time()
-        _log.warning("placement.worker_failed", peer=member.peer, name=member.name, error=error.to_json())
-        self._start(self._rest, member)
-        self._changed.set()
-
-    async def _rest(self, member: Member) -> None:
-        await trio.sleep(rest_s(member.failures))
-        member.resting = False
-        self._assign(member)
-
-    def _start(self, task: Callable[[Member], Awaitable[None]], member: Member) -> None:
-        if self._nursery is not None:
-            self._nursery.start_soon(task, member)
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
-            self._nursery = nursery
+            nursery.start_soon(self._prover.run)
             while True:
                 self._changed = trio.Event()
-                again_s = self._decide()
+                again_s = await self._decide()
                 self.members.forget_absent()
+                self._publish()
                 with trio.move_on_after(again_s):
                     await self._changed.wait()
 
-    def _decide(self) -> float:
+    async def _decide(self) -> float:
         """Place anew if it is time; in how many seconds to look again, if nothing happens."""
         now, target = trio.current_time(), self.coverage.target
         holders = frozenset(target.peers()) if target is not None else frozenset()
@@ -166,7 +157,7 @@ class Placer:
             if peer in holders and failing_since_s is not None:
                 lost[peer] = failing_since_s
             elif peer in holders or member.excluded_until_s <= now:
-                present[peer] = Present(member.joined_s)
+                present[peer] = Present(member.joined_s, not member.draining)
             else:
                 again_s = min(again_s, member.excluded_until_s - now)
         decision = decide(
@@ -177,180 +168,229 @@ class Placer:
             expected=self._settings.workers_expected,
             settle_s=self._settings.settle_s,
             now=now,
+            uncovered=target is not None and not self.coverage.complete and _lacks(target, present.keys()),
+            outdated=any(self._is_outdated(peer) for peer in holders & present.keys()),
         )
         if decision.waiting_for:
             self.coverage.waiting_for = decision.waiting_for
         if decision.workers is not None:
-            self._place(sorted(decision.workers))
+            await self._place(sorted(decision.workers))
             self._give_up(holders - decision.workers, now)
         return again_s if decision.again_s is None else min(again_s, decision.again_s)
+
+    def _is_outdated(self, peer: str) -> bool:
+        """Whether what the hard rules look at has changed since the last attempt to place."""
+        before = self._considered.get(peer)
+        return before is not None and _hard(self._spec(peer)) != _hard(before)
 
     def _give_up(self, peers: frozenset[str], now: float) -> None:
         """These were holders, and are there, but fail."""
         for peer in peers:
             member = self.members.by_peer.get(PeerId(peer))
-            if member is not None and member.stream_up:
+            if member is not None and member.stream_up and not member.draining:
                 member.given_up += 1
                 member.excluded_until_s = now + exclusion_s(member.given_up)
                 member.failing_since_s, member.failures = None, 0
                 _log.warning("placement.given_up", peer=peer, name=member.name, seconds=exclusion_s(member.given_up))
 
-    def _place(self, workers: list[str]) -> None:
-        specs = [LayerSpec(layer.layer, layer.n_expert, layer.expert_bytes) for layer in self._manifest.layers]
-        budgets = {peer: self.members.by_peer[PeerId(peer)].hello.memory_budget_bytes for peer in workers}
-        self._considered = set(workers)
+    def _spec(self, peer: str) -> WorkerSpec:
+        """What is known of a member for placing."""
+        member = self.members.by_peer[PeerId(peer)]
+        hello, default = member.hello, WorkerSpec(peer, member.hello.memory_budget_bytes)
+        return replace(
+            default,
+            host=hello.host,
+            rows_per_s=self._rate(member) or self._typical_rate() or default.rows_per_s,
+            rtt_ms=_magnitude(self.members.watch.rtt_ms(member.peer) or default.rtt_ms),
+            accumulates_f32=hello.accumulates_f32,
+            numeric_class=numeric_class(member),
+            draining=member.draining,
+        )
+
+    @staticmethod
+    def _rate(member: Member) -> float | None:
+        return None if member.link is None else member.link.kernel_rows_per_s
+
+    def _typical_rate(self) -> float | None:
+        """What is assumed of a worker that has not computed anything yet: it is like the others."""
+        rates = sorted(rate for member in self.members.present() if (rate := self._rate(member)) is not None)
+        return rates[len(rates) // 2] if rates else None
+
+    async def _place(self, workers: list[str]) -> None:
+        specs = [self._spec(peer) for peer in workers]
+        newcomers = [peer for peer in workers if peer not in self._considered]
+        self._considered = {spec.peer: spec for spec in specs}
+        previous = self.coverage.current or self.coverage.wanted
+        others = [spec for spec in specs if spec.peer != self._own]
+
+        def work_out() -> Placement:
+            def attempt(some: Sequence[WorkerSpec]) -> Placement:
+                return place(
+                    self.layers,
+                    some,
+                    term=self.term,
+                    epoch=self.last_epoch + 1,
+                    previous=previous,
+                    newcomers=newcomers,
+                    replicas=self._settings.replicas,
+                    output=self._ask_f32,
+                )
+
+            try:
+                return attempt(others)
+            except PlacementImpossible:  # the leader has enough to do: it holds experts only if it must
+                if len(others) == len(specs):
+                    raise
+                return attempt(specs)
+
         try:
-            placement = even_split(
-                specs, [WorkerSpec(*each) for each in budgets.items()], term=self.term, epoch=self._epoch + 1
-            )
+            if len(specs) * sum(layer.n_expert for layer in self.layers) <= _INLINE_MAX:
+                placement = work_out()
+            else:
+                placement = await trio.to_thread.run_sync(work_out)
         except PlacementImpossible as error:
             self.coverage.waiting_for = f"more memory: {error.message}"
             _log.warning("placement.impossible", error=error.message)
             return
-        self._epoch += 1
+        if self.coverage.target is not None and placement.holders == self.coverage.target.holders:
+            return  # nobody is better placed than now
+        self.last_epoch += 1
         self.coverage.wanted = placement
         self.coverage.waiting_for = "its workers to load and prove their experts"
-        _log.info("placement.made", term=self.term, epoch=self._epoch, workers=list(map(self.coverage.name, workers)))
-        if not self._has_room_for_both(placement, budgets):
-            self.coverage.current = None
-            self._publish()
+        names = [self.coverage.name(peer) for peer in workers]
+        _log.info("placement.made", term=self.term, epoch=placement.epoch, workers=names)
+        self._waiting = {peer for peer in placement.peers() if not self._has_room_for_both(peer, placement)}
         for peer in placement.peers():
-            self._assign(self.members.by_peer[PeerId(peer)])
+            if peer not in self._waiting and (member := self.members.by_peer.get(PeerId(peer))) is not None:
+                self.assign(member)
+        self.usable_changed()
 
-    def _has_room_for_both(self, new: Placement, budgets: Mapping[str, int]) -> bool:
-        """Whether each worker can load its new share beside the one that serves: if not, it frees that first."""
-        old = self.coverage.current
-        if old is None:
+    def _has_room_for_both(self, peer: str, new: Placement) -> bool:
+        """Whether a worker can load its new share beside the one that serves: if not, it frees that first."""
+        old, member = self.coverage.current, self.members.by_peer.get(PeerId(peer))
+        if old is None or member is None or not self.coverage.is_usable(peer, old):
             return True
-        sizes = {layer.layer: layer.expert_bytes for layer in self._manifest.layers}
-        for peer, budget in budgets.items():
-            before, after = old.held_by(peer), new.held_by(peer)
-            held = sum(sizes[layer] * len(experts) for share in (before, after) for layer, experts in share.items())
-            if before != after and held > budget:
-                return False
-        return True
+        before, after = old.held_by(peer), new.held_by(peer)
+        sizes = {layer.layer: layer.expert_bytes for layer in self.layers}
+        held = sum(sizes[layer] * len(experts) for share in (before, after) for layer, experts in share.items())
+        return before == after or held <= member.hello.memory_budget_bytes
 
-    def _assign(self, member: Member) -> None:
+    def _let_go(self) -> None:
+        """Have workers without room for both shares change over, as far as others hold what they let go of."""
+        wanted = self.coverage.wanted
+        if wanted is None or not self._waiting:
+            return
+        gone = {peer for peer in self._waiting if not self._is_held_back(peer)}
+        free = [peer for peer in sorted(self._waiting - gone) if self.coverage.spares(peer)]
+        busy = any(not self.coverage.is_usable(p, wanted) for p in wanted.peers() if p not in self._waiting)
+        chosen = gone or set(free[:1])
+        if not chosen and not busy:
+            chosen = {min(self._waiting)}  # what only it holds is missing for a while
+        self._waiting -= chosen
+        for peer in chosen:
+            member = self.members.by_peer.get(PeerId(peer))
+            if member is not None:
+                member.proven.clear()
+                self._prover.start(self._change_over, member)
+        if chosen:
+            self.usable_changed()
+
+    def _is_held_back(self, peer: str) -> bool:
+        return self.coverage.current is not None and self.coverage.is_usable(peer, self.coverage.current)
+
+    async def _change_over(self, member: Member) -> None:
+        await self._engine.step_boundary()  # what was dispatched to its old share has been answered
+        self.assign(member)
+
+    def assign(self, member: Member) -> None:
         """Tell a worker what it should hold, if anything."""
-        target = self.coverage.target
-        if target is None or str(member.peer) not in target.peers() or not member.stream_up or member.resting:
+        peer = str(member.peer)
+        share = self.share_of(peer)
+        if share is None or not member.stream_up or member.resting:
             return
         member.phase, member.progress, member.progress_s = "loading", None, trio.current_time()
         member.tell(
             Assign(
-                term=target.term,
-                epoch=target.epoch,
+                term=share.term,
+                epoch=share.epoch,
                 model=self._manifest.name,
                 manifest=self._manifest.id,
-                sources=(str(self._network.peer_id),),
-                held=target.held_by(str(member.peer)),
+                sources=tuple(self._sources(peer)),
+                held=share.held_by(peer),
             )
         )
 
-    # -- proving ------------------------------------------------------------------------------------------------
+    # -- what the prover asks and tells -------------------------------------------------------------------------
 
-    def _try_to_prove(self, member: Member) -> None:
-        if member.peer not in self._proving and not member.resting:
-            self._proving.add(member.peer)
-            self._start(self._prove, member)
+    def share_of(self, peer: str) -> Placement | None:
+        """The placement whose share a worker should hold now, if it should hold any."""
+        share = self.coverage.current if peer in self._waiting else self.coverage.target
+        return share if share is not None and share.held_by(peer) else None
 
-    async def _prove(self, member: Member) -> None:
-        """Open the link if there is none, probe what the worker should hold, and let it serve."""
-        target, progress, passed = self.coverage.target, member.progress, False
-        try:
-            if target is None or progress is None or member.silent or not member.stream_up:
-                return
-            if progress.phase != "loaded" or (progress.term, progress.epoch) != (target.term, target.epoch):
-                return
-            member.phase = "probing"
-            link, held = await self._open_link(member), target.held_by(str(member.peer))
-            agreement = await probe(
-                link,
-                self._reference,
-                self._manifest,
-                held,
-                term=target.term,
-                epoch=target.epoch,
-                partial_sums=self._settings.partial_sums,
-            )
-            if link.closed is not None:
-                raise link.closed
-            self._passed(member, target, agreement)
-            passed = True
-        except SwarmError as error:
-            self._failed(member, error)
-        finally:
-            self._proving.discard(member.peer)
-        if target is not self.coverage.target:  # the share changed meanwhile, and perhaps it is loaded already
-            self._try_to_prove(member)
-        elif passed:
-            await self._begin_if_proven()
-
-    def _passed(self, member: Member, placement: Placement, agreement: Agreement) -> None:
-        member.proven.add((placement.term, placement.epoch))
-        member.agreement, member.phase, member.error = agreement, "ready", None
-        member.failing_since_s, member.failures, member.given_up = None, 0, 0
-        _log.info(
-            "probe.passed",
-            peer=member.peer,
-            name=member.name,
-            epoch=placement.epoch,
-            experts=sum(map(len, placement.held_by(str(member.peer)).values())),
-            bit_identical=agreement.bit_identical,
-        )
-
-    async def _open_link(self, member: Member) -> PeerLink:
-        if member.link is not None and member.link.closed is None:
-            return member.link
-        assert self._nursery is not None
-        link = member.link = PeerLink(member.peer, member.name)
-        member.proven.clear()
-        self._nursery.start_soon(self._run_link, member, link)
-        if not await link.wait_up() and link.closed is not None:
-            raise link.closed
-        return link
-
-    async def _run_link(self, member: Member, link: PeerLink) -> None:
-        await link.run(self._network)
-        if member.link is link:
-            self._publish()
-            if link.closed is not None and not member.silent and member.peer not in self._proving:
-                self._failed(member, link.closed)
-
-    async def _begin_if_proven(self) -> None:
-        """Begin the wanted epoch once all its workers have proven it; tell the workers which epoch runs."""
-        wanted = self.coverage.wanted
-        if wanted is not None:
-            members = [self.members.by_peer.get(PeerId(peer)) for peer in wanted.peers()]
-            if not all(m is not None and m.is_usable(wanted.term, wanted.epoch) for m in members):
-                return
-            self.coverage.current, self.coverage.wanted = wanted, None
-            _log.info("epoch.begun", term=wanted.term, epoch=wanted.epoch)
+    def usable_changed(self) -> None:
+        """Somebody can be used, or cannot any more."""
         self._publish()
+        self._let_go()
+        self._changed.set()
+
+    async def proven(self) -> None:
+        """Begin the wanted epoch once it is proven; tell the workers which epoch runs.
+
+        That is when all its workers have proven it, or, where the present one falls short, one for each expert.
+        """
+        wanted = self.coverage.wanted
+        self._publish()
+        if wanted is not None and self.coverage.is_proven(wanted, whole=self.coverage.complete):
+            self.coverage.current, self.coverage.wanted = wanted, None
+            left, self._waiting = self._waiting, set()
+            for peer in left:
+                if (member := self.members.by_peer.get(PeerId(peer))) is not None:
+                    self.assign(member)
+            _log.info("epoch.begun", term=wanted.term, epoch=wanted.epoch)
+        self.usable_changed()
         await self._engine.step_boundary()  # what was dispatched under the old epoch has been answered
         current = self.coverage.current
+        if current is None or self.coverage.wanted is not None:
+            return  # to begin the old one (again) would end the name of the new one
         for member in self.members.present():
-            if current is not None and member.is_usable(current.term, current.epoch):
+            if member.is_usable(current.term, current.epoch):
                 member.tell(Begin(current.term, current.epoch))
-        self._changed.set()
 
     def _publish(self) -> None:
         """Give the decode thread the current epoch with the links that are usable at this moment."""
-        placement = self.coverage.current
-        if placement is None:
-            self._remote.set_routing(None)
-            return
-        links: dict[str, PeerLink] = {}
-        quantized: dict[str, frozenset[int]] = {}
-        for peer in placement.peers():
-            member = self.members.by_peer.get(PeerId(peer))
-            if member is not None and member.link is not None and member.is_usable(placement.term, placement.epoch):
-                links[peer] = member.link
-                if member.hello.q8_0:
-                    quantized[peer] = self._q8_layers
-        away = [peer for peer in placement.peers() if peer not in links]
-        routing = {layer: LayerRouting(layer, holders, away) for layer, holders in placement.holders.items()}
-        self._remote.set_routing(Routing(placement.term, placement.epoch, routing, links, quantized))
+        self.coverage.refresh()
+        self._remote.set_routing(
+            make_routing(
+                self.coverage,
+                self.members,
+                q8_layers=self._q8_layers,
+                ask_f32=self._ask_f32,
+                partial_sums=self._settings.partial_sums,
+            )
+        )
+        self._tell_changed()
+
+    # -- reports ------------------------------------------------------------------------------------------------
+
+    def _there(self) -> list[WorkerSpec]:
+        return [self._spec(str(member.peer)) for member in self.members.present()]
+
+    def describe(self) -> PlacementReport | None:
+        """The placement that serves, or is prepared, on the workers as they are now; None if there is none."""
+        target = self.coverage.current or self.coverage.wanted
+        if target is None:
+            return None
+        names = {str(peer): member.name for peer, member in self.members.by_peer.items()}
+        return describe(
+            target, self.layers, self._there(), replicas=self._settings.replicas, output=self._ask_f32, names=names
+        )
+
+    def without(self, peer: str) -> Loss | None:
+        """What the loss of a peer would cost; None if there is no placement."""
+        target = self.coverage.current or self.coverage.wanted
+        if target is None:
+            return None
+        return without(target, self.layers, self._there(), peer, replicas=self._settings.replicas, output=self._ask_f32)
 
     def _quantizable(self, choice: ActivationsChoice) -> frozenset[int]:
         """The layers whose activations travel as Q8_0."""
@@ -363,9 +403,24 @@ class Placer:
         return frozenset(layer.layer for layer in layers if q8_0_is_exact(layer, programs[layer.program]))
 
 
+def _magnitude(rtt_ms: float) -> float:
+    """A round trip up to the next power of two: what wavers by less must not move experts."""
+    return max(RTT_MS_MIN, 2.0 ** math.ceil(math.log2(rtt_ms))) if rtt_ms > 0 else RTT_MS_MIN
+
+
+def _hard(spec: WorkerSpec) -> tuple[object, ...]:
+    """What the hard rules of placement look at; a worker that drains is told apart elsewhere."""
+    return spec.budget_bytes, spec.host, spec.tier, spec.fitness
+
+
 def _failing_since(member: Member, now: float) -> float | None:
     """Since when a worker fails, or should have made progress; None: all is well."""
     if member.failing_since_s is not None:
         return member.failing_since_s
     stalled = member.progress_s + STALLED_S
     return stalled if member.phase == "loading" and now > stalled else None
+
+
+def _lacks(placement: Placement, there: Collection[str]) -> bool:
+    """Whether some expert has no holder among those."""
+    return any(not any(p in there for p in peers) for holders in placement.holders.values() for peers in holders)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Final, Protocol
 
 import numpy as np
@@ -103,8 +104,11 @@ async def probe(
     term: int,
     epoch: int,
     partial_sums: bool = False,
+    ask_f32: frozenset[int] = frozenset(),
 ) -> Agreement:
     """Compare every held expert of every layer, and a sum of rows where asked; the worst agreement over all of them.
+
+    ask_f32: layers whose kernels are asked to accumulate in F32.
 
     Raises:
         ExpertsUnavailable: the worker did not answer, or computes another function; it names the layer and experts.
@@ -116,11 +120,12 @@ async def probe(
         for start in range(0, len(experts), step):
             some = experts[start : start + step]
             expected = await reference.expected(layer, some, link.peer)
-            rows = await _ask(link, reference.activations(layer), some, layer, term, epoch)
+            ask = partial(_ask, link, reference.activations(layer), some, layer, term, epoch, number in ask_f32)
+            rows = await ask()
             worst = _worse(worst, _compare(link, layer, some, "rows", rows, expected))
             if partial_sums:
                 weights = np.random.default_rng(_SEED).random(len(some), np.float32)
-                sums = await _ask(link, reference.activations(layer), some, layer, term, epoch, weights)
+                sums = await ask(weights)
                 expected = weighted_sums(expected, weights, np.zeros(len(some), np.int32))
                 worst = _worse(worst, _compare(link, layer, some, "sums", sums, expected))
                 partial_sums = False  # how rows are added does not depend on the layer
@@ -161,6 +166,7 @@ async def _ask(
     layer: LayerExperts,
     term: int,
     epoch: int,
+    ask_f32: bool,
     weights: F32 | None = None,
 ) -> F32:
     """One dispatch outside any request, and its rows, or their sum by weights."""
@@ -181,7 +187,7 @@ async def _ask(
         experts=ids,
         weights=weights,
         n_out=layer.n_out,
-        ask_f32=False,
+        ask_f32=ask_f32,
         on_answer=on_answer,
     )
     nbytes = x.nbytes + 4 * layer.n_out * len(ids)

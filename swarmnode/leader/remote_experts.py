@@ -89,6 +89,15 @@ class RemoteExperts:
         """The epoch that dispatches use from the next layer on."""
         self._routing = routing
 
+    @property
+    def has_own_copy(self) -> bool:
+        return self._own is not None
+
+    def close(self) -> None:
+        """Free the own copy. The decode thread has ended."""
+        if self._own is not None:
+            self._own.close()
+
     def begin_request(self, request_id: str) -> None:
         """Tell the workers that dispatches for this request follow, for their logs."""
         self._begun.add(request_id)
@@ -179,7 +188,7 @@ class RemoteExperts:
 
         routing.links[part.peer].send(
             term=routing.term,
-            epoch=routing.epoch,
+            epoch=routing.epochs.get(part.peer, routing.epoch),
             layer=layer.layer,
             x=x,
             tokens=part.tokens,

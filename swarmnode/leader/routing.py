@@ -18,7 +18,7 @@ class Routing:
 
     quantized: for each peer the layers whose activations it gets as Q8_0. classes: each peer's numeric class, the
     leader's own copy (OWN_COPY) included, where it is known. ask_f32: layers whose kernels are asked to accumulate in
-    F32.
+    F32. epochs: of peers that answer under another epoch than this one.
     """
 
     term: int
@@ -28,6 +28,7 @@ class Routing:
     quantized: Mapping[str, frozenset[int]]
     ask_f32: frozenset[int] = frozenset()
     classes: Mapping[str, str] = field(default_factory=dict)
+    epochs: Mapping[str, int] = field(default_factory=dict)
 
 
 class Detours:

@@ -7,9 +7,10 @@ compared with the manifest, and the decode thread starts; placement follows as s
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import structlog
@@ -25,13 +26,14 @@ from swarmnode.asker import only
 from swarmnode.config import Combine, Config
 from swarmnode.leader.engine import DecodeEngine
 from swarmnode.leader.members import Member, Members
+from swarmnode.leader.own_experts import OwnExperts
 from swarmnode.leader.placer import Placer, PlacerSettings
 from swarmnode.leader.probe import Obtain, ProbeReference, at_hand
 from swarmnode.leader.prompts import PromptService
 from swarmnode.leader.protocols import LeaderProtocols
 from swarmnode.leader.remote_experts import RemoteExperts
 from swarmnode.leader.trunk import Trunks
-from swarmnode.member_messages import Progress
+from swarmnode.member_messages import SOURCES_MAX, Progress
 from swarmnode.models import OpenModel
 from swarmnode.net.interface import Stream
 from swarmnode.prompt_messages import Ask, Failed, Reply
@@ -67,12 +69,17 @@ class ActiveModel:
             "decode_s": engine.decode_s,
             "callback_s": 0.0 if self.model.hook is None else self.model.hook.python_s,
             "layers": asdict(self.remote.timing),
+            "failover": asdict(self.remote.failover),
             "links": [
                 {"peer": str(m.peer), "name": m.name, **asdict(m.link.statistics)}
                 for m in self.placer.members.present()
                 if m.link is not None
             ],
         }
+
+
+def _ignore(_covers: bool) -> None:
+    pass
 
 
 class Leader:
@@ -88,6 +95,7 @@ class Leader:
         term: int,
         *,
         borrow: Callable[[Manifest], Obtain] | None = None,
+        on_covers: Callable[[bool], None] = _ignore,
     ) -> None:
         """term: which leadership this is; it fences what is dispatched.
 
@@ -95,6 +103,7 @@ class Leader:
         asked again whenever `models_changed` was called.
 
         borrow: how experts are had for a moment, to probe with, of a model whose file is not here.
+        on_covers: called with `covers` whenever that changes.
         """
         network = protocols.network
         self.term = term
@@ -106,6 +115,8 @@ class Leader:
         self._choose = choose
         self._borrow = borrow
         self._last_epoch = 0
+        self._on_covers = on_covers
+        self._covered = False
         self._config = config
         self._threads = threads
         self._models_changed = trio.Event()
@@ -124,6 +135,11 @@ class Leader:
         if self.active.engine.stopped:
             return NotReady("the leader's decode thread has ended", hint="Its log says why; restart the daemon.")
         return self.active.placer.coverage.refusal()
+
+    @property
+    def covers(self) -> bool:
+        """Every expert can be computed: on a worker, or here. A leader that cannot do it for long should not lead."""
+        return self.active is not None and self.active.placer.coverage.covers
 
     def replies(self, ask: Ask) -> AbstractAsyncContextManager[AsyncIterator[Reply]]:
         """Answer a prompt of this node's own user (asker.Asker)."""
@@ -170,6 +186,7 @@ class Leader:
             await self._serve(opened)
         finally:
             self.active = None
+            self._look_at_coverage()
             opened.close()
 
     async def _wait_for_model(self) -> OpenModel:
@@ -199,7 +216,10 @@ class Leader:
         """Serve a model; returns when another one is chosen, or, if this one cannot be served, when models change."""
         manifest = opened.manifest
         self.reason = f"the trunk of {manifest.name} to load"
-        remote = RemoteExperts(manifest.layers, trio.lowlevel.current_trio_token())
+        own = None
+        if self._config.leader.own_copy and opened.gguf is not None:
+            own = OwnExperts(manifest, opened.served.source, partial(Device, threads=self._threads))
+        remote = RemoteExperts(manifest.layers, trio.lowlevel.current_trio_token(), own)
         try:
             async with self._trunks.use(opened, remote) as model:
                 await self._serve_with(opened, model, remote)
@@ -220,9 +240,26 @@ class Leader:
         engine = DecodeEngine(model, remote, batcher)
         obtain = at_hand if opened.gguf is not None or self._borrow is None else self._borrow(manifest)
         reference = ProbeReference(manifest, opened.served.source, Device(threads=self._threads), obtain)
-        sums = config.combine == "partial-sum"
-        settings = PlacerSettings(swarm.workers_expected, swarm.settle_s, config.activations, sums)
-        placer = Placer(self._network, self.members, manifest, reference, remote, engine, settings, self.term)
+        settings = PlacerSettings(
+            swarm.workers_expected,
+            swarm.settle_s,
+            config.activations,
+            config.combine == "partial-sum",
+            swarm.replicas,
+            remote.has_own_copy,
+        )
+        placer = Placer(
+            self._network,
+            self.members,
+            manifest,
+            reference,
+            remote,
+            engine,
+            settings,
+            self.term,
+            sources=partial(self._sources, opened),
+            changed=self._look_at_coverage,
+        )
         placer.last_epoch = self._last_epoch  # a worker may still hold another model's under an earlier one
         prompts = PromptService(
             engine,
@@ -257,8 +294,23 @@ class Leader:
         finally:
             self._last_epoch = placer.last_epoch
             with trio.CancelScope(shield=True):
-                if not await engine.stop():  # without links a step ends, unless llama.cpp itself hangs
+                if await engine.stop():  # without links a step ends, unless llama.cpp itself hangs
+                    remote.close()
+                else:
                     self._trunks.lose(model)
+
+    def _sources(self, opened: OpenModel, peer: str) -> Sequence[str]:
+        """Whom a worker fetches from: this node, and where it has not the model's file, those who hold experts."""
+        if opened.gguf is not None or self.active is None:
+            return (str(self._network.peer_id),)
+        holders = [other for other in self.active.placer.coverage.answering if other != peer]
+        return (str(self._network.peer_id), *holders)[:SOURCES_MAX]
+
+    def _look_at_coverage(self) -> None:
+        covers = self.covers
+        if covers != self._covered:
+            self._covered = covers
+            self._on_covers(covers)
 
     # -- members ------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,166 @@
+"""Links to workers, and the proof that each must give over its link before it gets work.
+
+Whatever goes wrong with a worker ends the same way: it rests for a while, is assigned its share again (which costs
+nothing if it still holds it), proves it again, and serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
+
+import structlog
+import trio
+
+from backends.manifest import Manifest
+from capabilities.agreement import Agreement
+from capabilities.errors import SwarmError
+from scheduler.placement import Placement
+from scheduler.settling import rest_s
+from swarmnode.leader.link import PeerLink
+from swarmnode.leader.members import Member
+from swarmnode.leader.probe import ProbeReference, probe
+from swarmnode.net.interface import Network, PeerId
+
+_log = structlog.get_logger(__name__)
+
+
+class Owner(Protocol):
+    """Whom the prover asks and tells: the placer."""
+
+    def share_of(self, peer: str) -> Placement | None:
+        """The placement whose share a worker should hold now."""
+
+    def assign(self, member: Member) -> None:
+        """Tell a worker its share (again)."""
+
+    def usable_changed(self) -> None:
+        """Somebody can be used, or cannot any more."""
+
+    async def proven(self) -> None:
+        """Somebody has proven its share."""
+
+
+class Prover:
+    """Everything is on the event loop. `run` holds its tasks."""
+
+    def __init__(
+        self,
+        network: Network,
+        manifest: Manifest,
+        reference: ProbeReference,
+        owner: Owner,
+        *,
+        partial_sums: bool,
+        ask_f32: frozenset[int],
+    ) -> None:
+        """ask_f32: layers whose kernels are asked to accumulate in F32, as in service."""
+        self._network = network
+        self._manifest = manifest
+        self._reference = reference
+        self._owner = owner
+        self._partial_sums = partial_sums
+        self._ask_f32 = ask_f32
+        self._nursery: trio.Nursery | None = None
+        self._proving: set[PeerId] = set()
+
+    async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            await trio.sleep_forever()
+
+    def start(self, task: Callable[[Member], Awaitable[None]], member: Member) -> None:
+        if self._nursery is not None:
+            self._nursery.start_soon(task, member)
+
+    def failed(self, member: Member, error: SwarmError) -> None:
+        """Let a worker rest, and assign its share again."""
+        if member.resting or not member.stream_up:
+            return
+        member.phase, member.error, member.resting = "failed", error, True
+        member.failures += 1
+        if member.failing_since_s is None:
+            member.failing_since_s = trio.current_time()
+        _log.warning("placement.worker_failed", peer=member.peer, name=member.name, error=error.to_json())
+        self.start(self._rest, member)
+        self._owner.usable_changed()
+
+    async def _rest(self, member: Member) -> None:
+        await trio.sleep(rest_s(member.failures))
+        member.resting = False
+        self._owner.assign(member)
+
+    def try_to_prove(self, member: Member) -> None:
+        """Probe a worker, if it has loaded what it should hold and is there."""
+        if member.peer not in self._proving and not member.resting:
+            self._proving.add(member.peer)
+            self.start(self._prove, member)
+
+    async def _prove(self, member: Member) -> None:
+        """Open the link if there is none, probe what the worker should hold, and let it serve."""
+        share, progress, passed = self._owner.share_of(str(member.peer)), member.progress, False
+        try:
+            if share is None or progress is None or member.silent or not member.stream_up:
+                return
+            if progress.phase != "loaded" or (progress.term, progress.epoch) != (share.term, share.epoch):
+                return
+            if member.is_usable(share.term, share.epoch):
+                member.phase = "ready"
+                return
+            member.phase = "probing"
+            link, held = await self._open_link(member), share.held_by(str(member.peer))
+            agreement = await probe(
+                link,
+                self._reference,
+                self._manifest,
+                held,
+                term=share.term,
+                epoch=share.epoch,
+                partial_sums=self._partial_sums,
+                ask_f32=self._ask_f32,
+            )
+            if link.closed is not None:
+                raise link.closed
+            self._passed(member, share, held, agreement)
+            passed = True
+        except SwarmError as error:
+            self.failed(member, error)
+        finally:
+            self._proving.discard(member.peer)
+        if share is not self._owner.share_of(str(member.peer)):  # it changed, and perhaps the new one is loaded already
+            self.try_to_prove(member)
+        elif passed:
+            await self._owner.proven()
+
+    def _passed(
+        self, member: Member, share: Placement, held: Mapping[int, tuple[int, ...]], agreement: Agreement
+    ) -> None:
+        member.proven.add((share.term, share.epoch))
+        member.agreement, member.phase, member.error = agreement, "ready", None
+        member.failing_since_s, member.failures, member.given_up = None, 0, 0
+        _log.info(
+            "probe.passed",
+            peer=member.peer,
+            name=member.name,
+            epoch=share.epoch,
+            experts=sum(map(len, held.values())),
+            bit_identical=agreement.bit_identical,
+        )
+
+    async def _open_link(self, member: Member) -> PeerLink:
+        if member.link is not None and member.link.closed is None:
+            return member.link
+        assert self._nursery is not None
+        link = member.link = PeerLink(member.peer, member.name)
+        member.proven.clear()
+        self._nursery.start_soon(self._run_link, member, link)
+        if not await link.wait_up() and link.closed is not None:
+            raise link.closed
+        return link
+
+    async def _run_link(self, member: Member, link: PeerLink) -> None:
+        await link.run(self._network)
+        if member.link is link:
+            self._owner.usable_changed()
+            if link.closed is not None and not member.silent and member.peer not in self._proving:
+                self.failed(member, link.closed)

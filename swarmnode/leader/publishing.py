@@ -1,0 +1,81 @@
+"""The routing that the decode thread gets: who answers for what now, how far and how fast each is, which bits it makes.
+
+Two peers are of one numeric class if their measured classes are equal, or if both gave the leader's own bits when they
+were probed; then the leader's own copy is of that class, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from scheduler.dispatch import UNMEASURED, LayerRouting
+from scheduler.layer_cost import PeerSpeed
+from swarmnode.leader.coverage import Coverage
+from swarmnode.leader.link import PeerLink
+from swarmnode.leader.members import Member, Members
+from swarmnode.leader.own_experts import OWN_COPY
+from swarmnode.leader.routing import Routing
+from swarmnode.net.interface import PeerId
+
+_OWN_CLASS: Final = "the leader's"
+
+
+def make_routing(
+    coverage: Coverage,
+    members: Members,
+    *,
+    q8_layers: frozenset[int],
+    ask_f32: frozenset[int],
+    partial_sums: bool,
+) -> Routing | None:
+    """From a coverage that was refreshed; None if no epoch serves. q8_layers: whose activations may go as Q8_0."""
+    current = coverage.current
+    if current is None:
+        return None
+    answering: dict[str, tuple[Member, PeerLink]] = {}
+    for peer in coverage.answering:
+        member = members.by_peer[PeerId(peer)]
+        assert member.link is not None
+        answering[peer] = member, member.link
+    classes = {peer: kind for peer, (member, _) in answering.items() if (kind := numeric_class(member))}
+    if coverage.own_copy:
+        classes[OWN_COPY] = _OWN_CLASS
+    speeds = {
+        peer: PeerSpeed(
+            (members.watch.rtt_ms(member.peer) or 0.0) / 1e3,
+            link.kernel_rows_per_s or UNMEASURED.rows_per_s,
+            0.0,
+            classes.get(peer),
+        )
+        for peer, (member, link) in answering.items()
+    }
+    holders = coverage.holders
+    away = {peer for each in holders.values() for peers in each for peer in peers if peer not in answering}
+    fallback = OWN_COPY if coverage.own_copy else None
+    return Routing(
+        current.term,
+        current.epoch,
+        {
+            layer: LayerRouting(layer, each, away, speeds=speeds, shares_load=not partial_sums, fallback=fallback)
+            for layer, each in holders.items()
+        },
+        {peer: link for peer, (_, link) in answering.items()},
+        _quantized(answering, q8_layers),
+        ask_f32,
+        classes,
+        {peer: placement.epoch for peer, placement in coverage.answering.items() if placement is not current},
+    )
+
+
+def numeric_class(member: Member) -> str | None:
+    """None if it is not known. What the probe found stands over what the peer says of itself."""
+    if member.agreement is not None and member.agreement.bit_identical:
+        return _OWN_CLASS
+    return member.hello.numeric_class or None
+
+
+def _quantized(
+    answering: Mapping[str, tuple[Member, PeerLink]], q8_layers: frozenset[int]
+) -> Mapping[str, frozenset[int]]:
+    return {peer: q8_layers for peer, (member, _) in answering.items() if member.hello.q8_0}
