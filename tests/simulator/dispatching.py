@@ -56,6 +56,7 @@ class Dispatching:
         self._placement: Placement | None = None
         self._routing: Mapping[int, LayerRouting] = {}
         self._classes: Mapping[str, str] = {}
+        self._answering: Mapping[str, Placement] = {}
         self._exchange: _Running | None = None
         self._own_time = OwnTime(host.now(), SLICE_S)
         self._drained: list[Callable[[], None]] = []
@@ -74,10 +75,14 @@ class Dispatching:
         self._drained.clear()
 
     def route(
-        self, placement: Placement | None, routing: Mapping[int, LayerRouting], classes: Mapping[str, str]
+        self,
+        placement: Placement | None,
+        routing: Mapping[int, LayerRouting],
+        classes: Mapping[str, str],
+        answering: Mapping[str, Placement],
     ) -> None:
-        """What dispatches use from the next layer on."""
-        self._placement, self._routing, self._classes = placement, routing, classes
+        """What dispatches use from the next layer on. `answering`: the epoch under which each peer answers."""
+        self._placement, self._routing, self._classes, self._answering = placement, routing, classes, answering
 
     def when_drained(self, action: Callable[[], None]) -> None:
         """Do it once the step that runs has ended."""
@@ -142,7 +147,8 @@ class Dispatching:
             done(NotReady("nothing is placed", layer=choice.layer))
             return
         try:
-            running = _Running(self, self._placement, self._routing[choice.layer], self._classes, choice, done)
+            table, answering = self._routing[choice.layer], self._answering
+            running = _Running(self, self._placement, table, self._classes, answering, choice, done)
         except ExpertsUnavailable as error:
             done(error)
             return
@@ -176,11 +182,13 @@ class _Running:
         placement: Placement,
         routing: LayerRouting,
         classes: Mapping[str, str],
+        answering: Mapping[str, Placement],
         choice: Choice,
         done: Callable[[F32 | SwarmError], None],
     ) -> None:
         self._dispatching = dispatching
         self._placement = placement
+        self._answering = answering
         self._choice = choice
         self._done = done
         self._chunks = [choice.part(start) for start in range(0, len(choice.x), CHUNK_TOKENS)]
@@ -213,7 +221,7 @@ class _Running:
         x = choice.x[part.rows]
         self._numbers[id(asked)] = dispatching.send(
             part.peer,
-            self._placement,
+            self._answering[part.peer],
             choice.layer,
             x,
             part.tokens,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tests.simulator.forger import Forger
 from tests.simulator.messages import Dispatch
 from tests.simulator.nemesis import FAULT_S, FORGE_S, Nemesis
-from tests.simulator.volunteer import PASSING, Mischief
+from tests.simulator.volunteer import PASSING, Mischief, Volunteer
 
 if TYPE_CHECKING:
     from tests.simulator.whole import WholeSwarm
@@ -38,7 +38,7 @@ class Harm(Nemesis):
         if self._random.random() < ROUGH:
             self.fault_s = FAULT_S
         self._dispatches = ForgedDispatches(swarm.forger)
-        self._faults += [self._spoil_worker, self._crash_worker]
+        self._faults += [self._spoil_worker, self._crash_worker, self._drain_worker]
         swarm.network.taps.append(self._sent)
 
     def begin(self) -> None:
@@ -78,7 +78,24 @@ class Harm(Nemesis):
         self._spoil(self._random.choice(self._whole.volunteers), self._random.choice((0.5, 3.0, 12.0)))
 
     def _crash_worker(self) -> None:
-        self._bring_down(self._swarm.hosts[self._random.choice(self._whole.volunteers)], 2.0)
+        """It may come back with more memory or less."""
+        name = self._random.choice(self._whole.volunteers)
+        if self._random.random() < 0.3:
+            self._whole.machines.health[name].budget_bytes = self._whole.draw_budget()
+        self._bring_down(self._swarm.hosts[name], 2.0)
+
+    def _drain_worker(self) -> None:
+        """It wants to hold nothing for a while."""
+        name = self._random.choice(self._whole.volunteers)
+        self._set_draining(name, True)
+        self._for_a_while(self._random.choice((2.0, 10.0)), lambda: self._set_draining(name, False))
+
+    def _set_draining(self, name: str, draining: bool) -> None:
+        self._whole.machines.health[name].draining = draining
+        host = self._swarm.hosts[name]
+        volunteer = host.behaviours.get("dispatch")
+        if isinstance(volunteer, Volunteer):
+            host.do(volunteer.tell_policy)
 
     def _spoil(self, worker: str, seconds: float) -> None:
         """A worker turns bad for a while."""
@@ -94,6 +111,7 @@ class Harm(Nemesis):
         self._for_a_while(seconds, over)
 
     def _end(self) -> None:
+        self._whole.make_room()
         for health in self._whole.machines.health.values():
             health.mischief = Mischief.NOTHING
         super()._end()

@@ -34,7 +34,7 @@ class Leading:
     channel = "members"
 
     def __init__(
-        self, peer: BackbonePeer, dispatching: Dispatching, experts: Experts, parts: Any, *, fallback: bool
+        self, peer: BackbonePeer, dispatching: Dispatching, experts: Experts, parts: Any, *, own_copy: bool
     ) -> None:
         self.host: Host = peer.host
         self.term = 0  # that this host leads, 0: it does not
@@ -45,7 +45,7 @@ class Leading:
         self._dispatching = dispatching
         self._experts = experts
         self._parts = parts
-        self._fallback = fallback
+        self._own_copy = own_copy
         self._prompts: dict[str, _Prompt] = {}
         peer.on_leader.append(self._leader_changed)
 
@@ -54,7 +54,7 @@ class Leading:
 
     def _look(self) -> None:
         """Tell the election whether this peer covers every expert; tell askers that their leader lives."""
-        covers = self.reaches(self.host) if self.placer is None else self.placer.covers
+        covers = self.reaches(self.host) if self.placer is None else self.placer.coverage.covers
         if covers != self._peer.covers:
             self._peer.report(self._peer.eligible, covers)
         self.host.after(COVER_S, self._look)
@@ -69,9 +69,9 @@ class Leading:
         self.term = term
         self._dispatching.reset()
         self.engine = Engine(self.host, self._dispatching, self._deliver, self._parts.batcher)
-        self.placer = Placer(self.host, term, self._experts, self._dispatching, fallback=self._fallback)
+        self.placer = Placer(self.host, term, self._experts, self._dispatching, own_copy=self._own_copy)
         self.placer.changed = self.engine.wake
-        self._dispatching.failed = self.placer.failed
+        self._dispatching.failed = self.placer.prover.failed
         self._dispatching.rates = self.placer.rate
         self._dispatching.timed = self.placer.timed
 
@@ -99,7 +99,7 @@ class Leading:
 
     def _hello(self, end: End, message: Any) -> None:
         if isinstance(message, Hello) and self.placer is not None and message.term == self.term:
-            self.placer.joined(end, message)
+            self.placer.stays.join(end, message)
         else:
             end.close()
 
@@ -111,7 +111,7 @@ class Leading:
         if self.engine is None or self.placer is None or term != self.term:
             self._refuse(end, NoLeader(f"{self.host.name} does not lead term {term}"))
             return
-        if not self.placer.covers:
+        if not self.placer.coverage.covers:
             self._refuse(end, NotReady("some experts have no holder"))
             return
         own = f"{end.peer} {ask.request.id} "

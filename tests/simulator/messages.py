@@ -24,6 +24,14 @@ class Hello:
     term: int
     budget_bytes: int
     numeric_class: str
+    host: str  # the machine that it runs on
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Whether a worker wants to hold nothing more."""
+
+    draining: bool
 
 
 @dataclass(frozen=True, slots=True)

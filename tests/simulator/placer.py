@@ -1,33 +1,25 @@
-"""A leader's workers: who is there, what each is to hold, and the epochs; as the daemon's placer, in callbacks.
+"""Which worker holds what, and when an epoch begins: decide, assign, load, probe, begin. As swarmnode/leader/placer.py.
 
-Decide, assign, load, probe, begin. The decisions are `scheduler/settling.py`'s and `scheduler/placing.py`'s, and pings
-go by `scheduler/liveness.py`; whatever goes wrong with a worker ends the same way: it rests, is assigned its share
-again, and proves it again.
+The decisions are `scheduler/settling.py`'s and `scheduler/placing.py`'s. A worker without room for both its old share
+and the new one lets go of the old one first: one after another, as long as others hold what it held.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from capabilities.agreement import compare, within_tolerance
-from scheduler.dispatch import LayerRouting, deadline_s
-from scheduler.layer_cost import PeerSpeed
-from scheduler.liveness import PING_INTERVAL_S, TICK_S, FailureDetector, PeerState
+from scheduler.dispatch import LayerRouting
 from scheduler.placement import LayerSpec, Placement, PlacementImpossible, WorkerSpec
 from scheduler.placing import place
-from scheduler.settling import Present, decide, exclusion_s, rest_s
+from scheduler.settling import Present, decide, exclusion_s
+from tests.simulator.coverage import Coverage, lacks
+from tests.simulator.dispatching import Dispatching
 from tests.simulator.host import Host
-from tests.simulator.messages import Assign, Begin, Hello, Loaded, Ping, Pong
-from tests.simulator.stay import Stay
-from tests.simulator.streams import End
-from tests.simulator.toy import EXPERT_BYTES, EXPERTS, F32, LAYERS, WIDTH, Experts
-
-if TYPE_CHECKING:
-    from tests.simulator.dispatching import Dispatching
+from tests.simulator.messages import Assign, Begin, Loaded
+from tests.simulator.proving import Prover
+from tests.simulator.stays import Stay, Stays
+from tests.simulator.toy import EXPERT_BYTES, EXPERTS, LAYERS, Experts
 
 SETTLE_S = 0.5
 AGAIN_S_MAX = 30.0
@@ -35,150 +27,81 @@ SPECS = tuple(LayerSpec(layer, EXPERTS, EXPERT_BYTES) for layer in LAYERS)
 
 
 class Placer:
-    """Of one leadership. `changed` hears of each new routing."""
+    """Of one leadership. `changed` hears whenever what can be used may have changed."""
 
-    def __init__(self, host: Host, term: int, experts: Experts, dispatching: Dispatching, *, fallback: bool) -> None:
-        self.host = host
-        self.term = term
-        self.current: Placement | None = None  # serves
-        self.wanted: Placement | None = None  # is being prepared
-        self.stays: dict[str, Stay] = {}
+    def __init__(self, host: Host, term: int, experts: Experts, dispatching: Dispatching, *, own_copy: bool) -> None:
         self.changed: Callable[[], None] = lambda: None
-        self.live = True
-        self._experts = experts
+        self.stays = Stays(host, self)
+        self.coverage = Coverage(self.stays, own_copy=own_copy, joined_epochs=not dispatching.sums)
+        self.prover = Prover(host, self.stays, experts, dispatching, self)
+        self._host = host
+        self._term = term
         self._dispatching = dispatching
-        self._fallback = fallback
         self._epoch = 0
-        self._considered: set[str] = set()
-        self._detector = FailureDetector(host.now())
-        self._pings = 0
-        self._proving: set[str] = set()
+        self._considered: dict[str, WorkerSpec] = {}  # as the last attempt to place took them into account
+        self._waiting: set[str] = set()  # they keep their old share until others can do without it
         self._planned = 0
-        self._ping()
-        self._tick()
+        self._due = math.inf
         self._decide()
 
     def end(self) -> None:
         """The leadership is over."""
-        self.live = False
-        for stay in self.stays.values():
-            if stay.up:
-                stay.stream.close()
+        self.stays.end()
 
-    @property
-    def target(self) -> Placement | None:
-        return self.wanted or self.current
+    def rate(self, peer: str) -> float | None:
+        stay = self.stays.by_peer.get(peer)
+        return None if stay is None else stay.rate.rows_per_s
 
-    # -- members ------------------------------------------------------------------------------------------------
+    def timed(self, peer: str, rows: int, seconds: float) -> None:
+        if peer in self.stays.by_peer:
+            self.stays.by_peer[peer].rate.observe(rows, seconds)
 
-    def joined(self, stream: End, hello: Hello) -> None:
-        """A worker said hello on its stream."""
-        old = self.stays.get(stream.peer)
-        stay = Stay(stream.peer, hello, stream, self.host.now())
-        if old is not None:
-            self._end(old)
-            old.stream.close()
-            stay.given_up, stay.excluded_until_s = old.given_up, old.excluded_until_s
-        self.stays[stay.peer] = stay
-        stream.on_message = lambda message: self._told(stay, message)
-        stream.on_close = lambda: self._end(stay)
-        self._detector.add(stay.peer, self.host.now())
-        self._assign(stay)
-        self._decide()
+    # -- events -------------------------------------------------------------------------------------------------
 
-    def _end(self, stay: Stay) -> None:
-        if stay.up and self.live:
-            stay.up, stay.lost_s = False, self.host.now()
-            if self.stays.get(stay.peer) is stay:
-                self._detector.remove(stay.peer)
-            self._dispatching.lost(stay.peer, "disconnected")
-            self._publish()
-            self._decide()
+    def joined(self, stay: Stay) -> None:
+        self.assign(stay)
+        self._decide_in(0.0)
 
-    def _told(self, stay: Stay, message: Any) -> None:
-        if not self.live or not stay.up:
+    def left(self, stay: Stay) -> None:
+        target = self.coverage.target
+        if target is None or stay.peer not in target.peers():
+            self._considered.pop(stay.peer, None)
+        self._dispatching.lost(stay.peer, "disconnected")
+        self.usable_changed()
+
+    def spoke(self, stay: Stay) -> None:
+        if stay.silent:
+            self._dispatching.lost(stay.peer, "suspended")
+        self.usable_changed()
+        self.prover.try_to_prove(stay)
+
+    def progressed(self, stay: Stay, message: Loaded) -> None:
+        share = self.share_of(stay.peer)
+        if share is None or (message.term, message.epoch) != (share.term, share.epoch) or stay.resting:
             return
-        match message:
-            case Ping():
-                stay.stream.send(Pong(message.number))
-            case Pong():
-                self._detector.pong(stay.peer, message.number, self.host.now())
-            case Loaded():
-                target = self.target
-                if target is None or (message.term, message.epoch) != (target.term, target.epoch) or stay.resting:
-                    return
-                if message.well:
-                    stay.loaded = (message.term, message.epoch)
-                    self._try_to_prove(stay)
-                else:
-                    self.failed(stay.peer, "it cannot load")
+        if message.well:
+            stay.loaded = (message.term, message.epoch)
+            self.prover.try_to_prove(stay)
+        else:
+            self.prover.failed(stay.peer, "it cannot load")
 
-    def failed(self, peer: str, why: str) -> None:
-        """A worker did something wrong, or owes an answer: let it rest, then it must prove itself again."""
-        stay = self.stays.get(peer)
-        if stay is None or stay.resting or not stay.up or not self.live:
-            return
-        self.host.world.note(f"{self.host.name} finds {peer} failing: {why}")
-        stay.link_up = False
-        stay.resting, stay.loaded = True, None
-        stay.proven.clear()
-        stay.failures += 1
-        if stay.failing_since_s is None:
-            stay.failing_since_s = self.host.now()
-        self.host.after(rest_s(stay.failures), lambda: self._rested(stay))
-        self._publish()
-        self._decide()
-
-    def _rested(self, stay: Stay) -> None:
-        stay.resting = False
-        if self.live:
-            self._assign(stay)
-
-    # -- pings --------------------------------------------------------------------------------------------------
-
-    def _ping(self) -> None:
-        if not self.live:
-            return
-        for stay in self.stays.values():
-            if stay.up:
-                self._pings += 1
-                self._detector.sent(stay.peer, self._pings, self.host.now())
-                stay.stream.send(Ping(self._pings))
-        self.host.after(PING_INTERVAL_S, self._ping)
-
-    def _tick(self) -> None:
-        if not self.live:
-            return
-        for change in self._detector.tick(self.host.now()):
-            stay = self.stays[change.peer]
-            if change.after is PeerState.FAILED:
-                stay.silent, stay.link_up = True, False
-                stay.proven.clear()
-                self._dispatching.lost(stay.peer, "suspended")
-                self._publish()
-            elif change.after is PeerState.ALIVE and stay.silent:
-                stay.silent = False
-                self._publish()
-                self._try_to_prove(stay)
-        self.host.after(TICK_S, self._tick)
-
-    # -- placing ------------------------------------------------------------------------------------------------
+    # -- deciding -----------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        if not self.live:
+        """Place anew if it is time, and look again in time."""
+        self._due = math.inf
+        if not self.stays.live:
             return
-        now, target = self.host.now(), self.target
+        now, target = self._host.now(), self.coverage.target
         holders = frozenset(target.peers()) if target is not None else frozenset()
         present: dict[str, Present] = {}
-        lost = {peer: stay.lost_s for peer, stay in self.stays.items() if stay.lost_s is not None}
+        lost = {peer: stay.lost_s for peer, stay in self.stays.by_peer.items() if stay.lost_s is not None}
         again_s = AGAIN_S_MAX
-        for peer, stay in self.stays.items():
-            if not stay.up:
-                continue
-            if peer in holders and stay.failing_since_s is not None:
-                lost[peer] = stay.failing_since_s
-            elif peer in holders or stay.excluded_until_s <= now:
-                present[peer] = Present(stay.joined_s)
+        for stay in self.stays.present():
+            if stay.peer in holders and stay.failing_since_s is not None:
+                lost[stay.peer] = stay.failing_since_s
+            elif stay.peer in holders or stay.excluded_until_s <= now:
+                present[stay.peer] = Present(stay.joined_s, not stay.draining)
             else:
                 again_s = min(again_s, stay.excluded_until_s - now)
         decision = decide(
@@ -189,182 +112,149 @@ class Placer:
             expected=0,
             settle_s=SETTLE_S,
             now=now,
-            uncovered=target is not None and _uncovered(target, present),
+            uncovered=target is not None and not self.coverage.complete and lacks(target.holders, present),
+            outdated=any(self._is_outdated(peer) for peer in sorted(holders & present.keys())),
         )
         if decision.workers is not None:
             self._place(sorted(decision.workers))
             self._give_up(sorted(holders - decision.workers), now)
-        if decision.again_s is not None:
-            again_s = min(again_s, decision.again_s)
-        self._planned += 1
-        number = self._planned
-        self.host.after(max(again_s, 0.01), lambda: self._decide() if self._planned == number else None)
+        self._decide_in(again_s if decision.again_s is None else min(again_s, decision.again_s))
+
+    def _decide_in(self, seconds: float) -> None:
+        """Then, unless something happens before."""
+        due = self._host.now() + seconds
+        if due < self._due:
+            self._due = due
+            self._planned += 1
+            number = self._planned
+            self._host.after(seconds, lambda: self._decide() if self._planned == number else None)
+
+    def _is_outdated(self, peer: str) -> bool:
+        before, stay = self._considered.get(peer), self.stays.by_peer[peer]
+        return before is not None and before.budget_bytes != stay.hello.budget_bytes
 
     def _give_up(self, peers: list[str], now: float) -> None:
         for peer in peers:
-            stay = self.stays.get(peer)
-            if stay is not None and stay.up:
+            stay = self.stays.by_peer.get(peer)
+            if stay is not None and stay.up and not stay.draining:
                 stay.given_up += 1
                 stay.excluded_until_s = now + exclusion_s(stay.given_up)
                 stay.failing_since_s, stay.failures = None, 0
 
     def _place(self, workers: list[str]) -> None:
-        self._considered = set(workers)
-        specs = [
-            WorkerSpec(
-                peer, self.stays[peer].hello.budget_bytes, numeric_class=self.stays[peer].hello.numeric_class or None
-            )
-            for peer in workers
-        ]
+        specs = [self.stays.by_peer[peer].spec() for peer in workers]
+        newcomers = [peer for peer in workers if peer not in self._considered]
+        self._considered = {spec.peer: spec for spec in specs}
+        previous = self.coverage.current or self.coverage.wanted
         try:
-            placement = place(SPECS, specs, term=self.term, epoch=self._epoch + 1, previous=self.target)
+            placement = place(
+                SPECS, specs, term=self._term, epoch=self._epoch + 1, previous=previous, newcomers=newcomers
+            )
         except PlacementImpossible as error:
-            self.host.world.note(f"{self.host.name} cannot place: {error.message}")
+            self._host.world.note(f"{self._host.name} cannot place: {error.message}")
+            return
+        if self.coverage.target is not None and placement.holders == self.coverage.target.holders:
             return
         self._epoch += 1
-        self.wanted = placement
-        self.host.world.note(f"{self.host.name} places epoch {self._epoch} of term {self.term} on {workers}")
-        if not self._has_room_for_both(placement):
-            self.current = None
-            self._publish()
+        self.coverage.wanted = placement
+        self._host.world.note(f"{self._host.name} places epoch {self._epoch} of term {self._term} on {workers}")
+        self._waiting = {peer for peer in placement.peers() if not self._has_room_for_both(peer, placement)}
         for peer in placement.peers():
-            self._assign(self.stays[peer])
+            if peer not in self._waiting:
+                self.assign(self.stays.by_peer[peer])
+        self.usable_changed()
 
-    def _has_room_for_both(self, new: Placement) -> bool:
-        if self.current is None:
+    def _has_room_for_both(self, peer: str, new: Placement) -> bool:
+        old = self.coverage.current
+        if old is None or not self.stays.is_usable(peer, old):
             return True
-        for peer in new.peers():
-            before, after = self.current.held_by(peer), new.held_by(peer)
-            held = EXPERT_BYTES * sum(len(some) for share in (before, after) for some in share.values())
-            if before != after and held > self.stays[peer].hello.budget_bytes:
-                return False
-        return True
+        before, after = old.held_by(peer), new.held_by(peer)
+        held = EXPERT_BYTES * sum(len(experts) for share in (before, after) for experts in share.values())
+        return before == after or held <= self.stays.by_peer[peer].hello.budget_bytes
 
-    def _assign(self, stay: Stay) -> None:
-        target = self.target
-        if target is not None and stay.peer in target.peers() and stay.up and not stay.resting:
+    def _let_go(self) -> None:
+        """Have workers without room for both shares change over, as far as others hold what they let go of."""
+        current, wanted = self.coverage.current, self.coverage.wanted
+        if wanted is None or not self._waiting:
+            return
+        gone = {p for p in self._waiting if current is None or not self.stays.is_usable(p, current)}
+        free = [peer for peer in sorted(self._waiting - gone) if self.coverage.spares(peer)]
+        busy = any(not self.stays.is_usable(p, wanted) for p in wanted.peers() if p not in self._waiting)
+        chosen = gone or set(free[:1])
+        if not chosen and not busy:
+            chosen = {min(self._waiting)}
+        self._waiting -= chosen
+        for peer in sorted(chosen):
+            stay = self.stays.by_peer.get(peer)
+            if stay is not None:
+                stay.proven.clear()
+                self._change_over(stay)
+        if chosen:
+            self.usable_changed()
+
+    def _change_over(self, stay: Stay) -> None:
+        self._dispatching.when_drained(lambda: self.assign(stay))
+
+    # -- what the prover asks and tells -------------------------------------------------------------------------
+
+    def share_of(self, peer: str) -> Placement | None:
+        """The placement whose share a worker should hold now, if it should hold any."""
+        share = self.coverage.current if peer in self._waiting else self.coverage.target
+        return share if share is not None and share.held_by(peer) else None
+
+    def assign(self, stay: Stay) -> None:
+        """Tell a worker its share (again)."""
+        share = self.share_of(stay.peer)
+        if share is not None and stay.up and not stay.resting:
             stay.loaded = None
-            stay.stream.send(Assign(target.term, target.epoch, target.held_by(stay.peer)))
+            stay.stream.send(Assign(share.term, share.epoch, share.held_by(stay.peer)))
 
-    # -- proving ------------------------------------------------------------------------------------------------
+    def usable_changed(self) -> None:
+        """Somebody can be used, or cannot any more."""
+        if self.stays.live:
+            self._publish()
+            self._let_go()
+            self._decide_in(0.0)
 
-    def _try_to_prove(self, stay: Stay) -> None:
-        target = self.target
-        if stay.peer in self._proving or stay.resting or not stay.up or stay.silent or target is None:
-            return
-        if stay.loaded != (target.term, target.epoch):
-            return
-        self._proving.add(stay.peer)
-        held = target.held_by(stay.peer)
-        pairs: list[tuple[F32, F32]] = []
-
-        def answered(expected: F32, values: Any) -> None:
-            if stay.peer not in self._proving or not self.live:
-                return
-            if isinstance(values, str) or values.shape != expected.shape or values.dtype != np.float32:
-                self._proving.discard(stay.peer)
-                self.failed(stay.peer, f"probe: {values if isinstance(values, str) else 'no such rows'}")
-                return
-            pairs.append((expected, values))
-            if len(pairs) == len(held):
-                self._proving.discard(stay.peer)
-                self._probed(stay, target, pairs)
-
-        for layer, experts in held.items():
-            ids = np.array(experts, np.int32)
-            tokens = np.arange(len(ids), dtype=np.int32)
-            x = np.array([[self.host.random.uniform(-2, 2) for _ in range(WIDTH)] for _ in experts], np.float32)
-            expected = self._experts.rows(layer, x, tokens, ids)
-            seconds = deadline_s(len(ids), 2 * x.nbytes, stay.rate.rows_per_s)
-            number = self._dispatching.send(stay.peer, target, layer, x, tokens, ids, partial(answered, expected))
-            self.host.after(seconds, partial(self._dispatching.give_up, number, "timeout"))
-
-    def _probed(self, stay: Stay, placement: Placement, pairs: list[tuple[F32, F32]]) -> None:
-        if not all(within_tolerance(compare(actual, expected), frozenset()) for expected, actual in pairs):
-            self.failed(stay.peer, "probe: it computes another function")
-            return
-        if not stay.up or stay.silent:
-            return
-        stay.link_up = True
-        stay.proven.add((placement.term, placement.epoch))
-        stay.failing_since_s, stay.failures, stay.given_up = None, 0, 0
-        if placement is not self.target:
-            self._try_to_prove(stay)
-        self._begin_if_proven()
-
-    def _begin_if_proven(self) -> None:
-        wanted = self.wanted
-        if wanted is not None:
-            usable = {p for p in wanted.peers() if p in self.stays and self._usable(p, wanted)}
-            serves = self.current is not None and self._covered(self.current)
-            if usable != set(wanted.peers()) and (serves or not self._covered(wanted)):
-                self._publish()
-                return
-            self.current, self.wanted = wanted, None
-            self.host.world.note(f"{self.host.name} begins epoch {wanted.epoch} of term {wanted.term}")
+    def proven(self) -> None:
+        """Begin the wanted epoch once all its workers have proven it, or, where the present one falls short, one for
+        each expert."""
+        wanted = self.coverage.wanted
         self._publish()
+        if wanted is not None and self.coverage.is_proven(wanted, whole=self.coverage.complete):
+            self.coverage.current, self.coverage.wanted = wanted, None
+            self._host.world.note(f"{self._host.name} begins epoch {wanted.epoch} of term {wanted.term}")
+            left, self._waiting = self._waiting, set()
+            for peer in sorted(left):
+                if peer in self.stays.by_peer:
+                    self.assign(self.stays.by_peer[peer])
+        self.usable_changed()
         self._dispatching.when_drained(self._tell_begun)
-        self._decide()
 
     def _tell_begun(self) -> None:
-        current = self.current
-        for stay in self.stays.values():
-            if self.live and current is not None and stay.is_usable(current.term, current.epoch):
+        current = self.coverage.current
+        for stay in self.stays.present():
+            if self.stays.live and current is not None and stay.is_usable(current):
                 stay.stream.send(Begin(current.term, current.epoch))
 
     def _publish(self) -> None:
         """The routing by who is usable now; None if nothing serves."""
-        placement = self.current
-        if placement is None:
-            self._dispatching.route(None, {}, {})
-        else:
-            usable = [p for p in placement.peers() if p in self.stays and self._usable(p, placement)]
-            away = [peer for peer in placement.peers() if peer not in usable]
-            speeds = {peer: self._speed(self.stays[peer]) for peer in usable}
-            fallback = self.host.name if self._fallback else None
-            self._dispatching.route(
-                placement,
-                {
-                    layer: LayerRouting(
-                        layer,
-                        holders,
-                        away,
-                        speeds=speeds,
-                        shares_load=not self._dispatching.sums,
-                        fallback=fallback,
-                    )
-                    for layer, holders in placement.holders.items()
-                },
-                {peer: kind for peer in usable if (kind := self.stays[peer].hello.numeric_class)},
+        coverage = self.coverage
+        coverage.refresh()
+        speeds = {peer: self.stays.speed(peer) for peer in coverage.answering}
+        there = {peer for each in coverage.holders.values() for peers in each for peer in peers}
+        away = there - coverage.answering.keys()
+        routing = {
+            layer: LayerRouting(
+                layer,
+                holders,
+                away,
+                speeds=speeds,
+                shares_load=not self._dispatching.sums,
+                fallback=self._host.name if coverage.own_copy else None,
             )
+            for layer, holders in coverage.holders.items()
+        }
+        classes = {peer: kind for peer, speed in speeds.items() if (kind := speed.numeric_class) is not None}
+        self._dispatching.route(coverage.current, routing, classes, dict(coverage.answering))
         self.changed()
-
-    def _usable(self, peer: str, placement: Placement) -> bool:
-        return self.stays[peer].is_usable(placement.term, placement.epoch)
-
-    def rate(self, peer: str) -> float | None:
-        stay = self.stays.get(peer)
-        return None if stay is None else stay.rate.rows_per_s
-
-    def timed(self, peer: str, rows: int, seconds: float) -> None:
-        if peer in self.stays:
-            self.stays[peer].rate.observe(rows, seconds)
-
-    def _speed(self, stay: Stay) -> PeerSpeed:
-        rtt_s = self._detector.rtt_s(stay.peer) or 0.05
-        return PeerSpeed(rtt_s, stay.rate.rows_per_s or 50.0, numeric_class=stay.hello.numeric_class or None)
-
-    @property
-    def covers(self) -> bool:
-        """Whether somebody usable, or this leader, answers for every expert."""
-        return self.current is not None and (self._fallback or self._covered(self.current))
-
-    def _covered(self, placement: Placement) -> bool:
-        usable = {peer for peer in placement.peers() if peer in self.stays and self._usable(peer, placement)}
-        return all(usable & set(peers) for holders in placement.holders.values() for peers in holders)
-
-
-def _uncovered(placement: Placement, present: dict[str, Present]) -> bool:
-    return any(
-        not any(peer in present for peer in peers) for holders in placement.holders.values() for peers in holders
-    )

@@ -16,7 +16,7 @@ from tests.simulator.forger import Forger
 from tests.simulator.host import Behaviour, Host
 from tests.simulator.nemesis import Nemesis
 from tests.simulator.network import Network
-from tests.simulator.world import World
+from tests.simulator.world import StandsStill, World
 
 SIZES = (1, 2, 3, 3, 3, 4, 5, 5, 7)  # of the first backbone
 SPARES = 2
@@ -226,7 +226,7 @@ def simulate(seed: int, parts: Parts | None = None, *, plague_s: float = PLAGUE_
         world.run(plague_s)
         recovery_s = recover(swarm)
         settle(swarm)
-    except Breach as found:
+    except (Breach, StandsStill) as found:
         breach = str(found)
         world.note(breach)
     checks = swarm.checks

@@ -18,7 +18,7 @@ from scheduler.term_guard import StaleTerm, UncertifiedTerm
 from tests.simulator.checks import Breach, Checks
 from tests.simulator.host import Host
 from tests.simulator.member import Member
-from tests.simulator.messages import Assign, Begin, Dispatch, Held, Hello, Loaded, Ping, Pong, Rows
+from tests.simulator.messages import Assign, Begin, Dispatch, Held, Hello, Loaded, Ping, Policy, Pong, Rows
 from tests.simulator.streams import End, dial
 from tests.simulator.toy import EXPERT_BYTES, Experts
 
@@ -51,6 +51,8 @@ class Health:
 
     budget_bytes: int
     numeric_class: str
+    machine: str  # which it shares with others; empty: its own
+    draining: bool = False
     mischief: Mischief = Mischief.NOTHING
 
 
@@ -108,8 +110,15 @@ class Volunteer:
         stream = self._stream = dial(self.host, self._hosts[leader], "members")
         stream.on_message = lambda message: self._told(stream, message)
         stream.on_close = lambda: self._lost(stream)
-        stream.send(Hello(term, self.health.budget_bytes, self.health.numeric_class))
+        health = self.health
+        stream.send(Hello(term, health.budget_bytes, health.numeric_class, health.machine))
+        self.tell_policy()
         self._detector.add(leader, self.host.now())
+
+    def tell_policy(self) -> None:
+        """Whether it wants to hold nothing more."""
+        if self._stream is not None:
+            self._stream.send(Policy(self.health.draining))
 
     def _leave(self) -> None:
         if self._stream is not None and self._leader is not None:
@@ -164,7 +173,8 @@ class Volunteer:
                 each.names.add(name)
                 stream.send(Loaded(*name, True))
                 return
-        if self.health.mischief is Mischief.CANNOT_LOAD:
+        bytes_asked = _Set(order.held).bytes
+        if self.health.mischief is Mischief.CANNOT_LOAD or bytes_asked > self.health.budget_bytes:
             stream.send(Loaded(*name, False))
             return
         self._loading = order

@@ -19,6 +19,7 @@ from tests.simulator.member import Member
 from tests.simulator.swarm import POLL_S, Outcome, Swarm, recover, settle
 from tests.simulator.toy import EXPERT_BYTES, EXPERTS, LAYERS, Experts
 from tests.simulator.volunteer import Health, Mischief, Volunteer
+from tests.simulator.world import StandsStill
 
 SIZES = (1, 3, 3, 3, 5)
 WORKERS = (2, 3, 3, 4, 5)
@@ -68,13 +69,23 @@ class WholeSwarm(Swarm):
     def _draw_machines(self) -> None:
         random, health = self.random, self.machines.health
         for name in self.volunteers:
-            budget = round(MODEL_BYTES * random.choice((0.5, 0.7, 1.0, 1.0, 2.0)))
-            health[name] = Health(budget, random.choice(("x", "x", "x", "y", "")))
-        if sum(each.budget_bytes for each in health.values()) < 1.5 * MODEL_BYTES:
-            health["W1"].budget_bytes = 2 * MODEL_BYTES
+            kind, machine = random.choice(("x", "x", "x", "y", "")), random.choice(("", "", "", "one machine"))
+            health[name] = Health(self.draw_budget(), kind, machine)
+        self.make_room()
         if random.random() < 0.2:
             health[random.choice(self.volunteers)].mischief = Mischief.WRONG
         self.machines.have_file = frozenset(name for name in self.backbone if random.random() < 0.2)
+
+    def draw_budget(self) -> int:
+        return round(MODEL_BYTES * self.random.choice((0.5, 0.7, 1.0, 1.0, 2.0)))
+
+    def make_room(self) -> None:
+        """See to it that the workers together can hold the model, as all of them well."""
+        health = self.machines.health
+        if sum(each.budget_bytes for each in health.values()) < 1.5 * MODEL_BYTES:
+            health["W1"].budget_bytes = 2 * MODEL_BYTES
+            if "W1" in self.hosts and self.hosts["W1"].up:
+                self.hosts["W1"].crash()  # its daemon starts again with it
 
     def _behaviours(self, host: Host) -> list[Behaviour]:
         member = Member(host, self.parts, self.checks)
@@ -88,7 +99,7 @@ class WholeSwarm(Swarm):
             dispatching = Dispatching(host, self.experts, self.answers.combined, sums=self.sums)
             dispatching.replaced = self.answers.took_over
             leading = Leading(
-                peer, dispatching, self.experts, self.parts, fallback=host.name in self.machines.have_file
+                peer, dispatching, self.experts, self.parts, own_copy=host.name in self.machines.have_file
             )
             leading.reaches = self.reaches
             built += [Orders(peer, tuple(self.hosts)), dispatching, leading, Prompts(leading), peer]
@@ -126,7 +137,7 @@ def simulate_whole(seed: int, parts: WholeParts | None = None) -> Outcome:
         settle(swarm)
         _serve(swarm)
         _rest(swarm)
-    except Breach as found:
+    except (Breach, StandsStill) as found:
         breach = str(found)
         world.note(breach)
     checks = swarm.checks

@@ -9,6 +9,11 @@ from collections import deque
 from collections.abc import Callable
 
 TRACE_LINES = 4000
+AT_ONE_INSTANT_MAX = 20_000
+
+
+class StandsStill(Exception):
+    """Things go on happening at one instant: somebody turns in a circle."""
 
 
 class World:
@@ -21,6 +26,7 @@ class World:
         self.trace: deque[str] = deque(maxlen=TRACE_LINES)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
+        self._at_once = 0
         self._hash = hashlib.blake2b(digest_size=16)
 
     def chance(self, purpose: str) -> random.Random:
@@ -41,7 +47,11 @@ class World:
     def run(self, until: float) -> None:
         """Let everything happen up to that instant."""
         while self._queue and self._queue[0][0] <= until:
-            self.now, _, action = heapq.heappop(self._queue)
+            now, _, action = heapq.heappop(self._queue)
+            self._at_once = self._at_once + 1 if now == self.now else 0
+            if self._at_once > AT_ONE_INSTANT_MAX:
+                raise StandsStill(f"time stands still at {now:.4f}")
+            self.now = now
             self.events += 1
             action()
         self.now = until
