@@ -93,6 +93,8 @@ class ModelKeeper:
             if wanted != self._wanted:
                 continue
             self._hold(name)
+            if name is None and wanted in self._bad:
+                self.state = KeeperState(wanted, "failed", error=self._bad[wanted])
             if name is not None or not wanted or wanted in self._bad:
                 failures = 0
                 await self._news.wait()

@@ -293,27 +293,38 @@ async def run_child(command: list[str], file: str, progress: OnProgress) -> dict
 
     Cancelling ends the child.
     """
-    outcome: dict[str, Any] = {}
-    with trio.fail_after(ADD_SECONDS_MAX):
-        async with trio.open_nursery() as nursery:
-            run = partial(trio.run_process, command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
-            process: trio.Process = await nursery.start(run)
-            buffer = b""
-            assert process.stdout is not None
-            async for chunk in process.stdout:
-                *lines, buffer = (buffer + chunk).split(b"\n")
-                if len(buffer) > LINE_BYTES_MAX:
-                    buffer = b""
-                for line in lines:
-                    message = parse_line(line)
-                    if isinstance(step := message.get("progress"), list) and len(step) == 3:
-                        progress(str(step[0]), int(step[1]), int(step[2]))
-                    elif "result" in message or "error" in message:
-                        outcome = message
+    fault: BaseException | None = None
+    try:
+        with trio.fail_after(ADD_SECONDS_MAX):
+            outcome, status = await _listen_to_child(command, progress)
+    except* OSError as errors:
+        fault = errors.exceptions[0]
+    if fault is not None:
+        raise Internal(f"cannot run a child process for {file}: {fault}", hint="Close other programs, or restart.")
     if "result" in outcome:
         result: dict[str, Any] = outcome["result"]
         return result
     if "error" in outcome:
         raise SwarmError.from_json(outcome["error"])
-    status = process.returncode
     raise verdict_of_death(status, file) if status else Internal(f"adding {file} ended without a result")
+
+
+async def _listen_to_child(command: list[str], progress: OnProgress) -> tuple[dict[str, Any], int | None]:
+    """Its last message that is a result or an error, and its exit status."""
+    outcome: dict[str, Any] = {}
+    async with trio.open_nursery() as nursery:
+        run = partial(trio.run_process, command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
+        process: trio.Process = await nursery.start(run)
+        buffer = b""
+        assert process.stdout is not None
+        async for chunk in process.stdout:
+            *lines, buffer = (buffer + chunk).split(b"\n")
+            if len(buffer) > LINE_BYTES_MAX:
+                buffer = b""
+            for line in lines:
+                message = parse_line(line)
+                if isinstance(step := message.get("progress"), list) and len(step) == 3:
+                    progress(str(step[0]), int(step[1]), int(step[2]))
+                elif "result" in message or "error" in message:
+                    outcome = message
+    return outcome, process.returncode

@@ -193,8 +193,10 @@ async def test_a_trunk_that_is_bad_in_itself_is_refused_once(original: Models, t
         peer.keeper.models_changed()
         await trio.sleep(1.2)  # a second after news, others are tried again
         assert len(requests) == before
-        assert peer.keeper.state.phase == "failed"
-        assert peer.changes == []
+        peer.keeper.want("", [])
+        peer.keeper.want(forged.id, [peer.source])
+        assert isinstance(await peer.fails(), BadModelFile)
+        assert (len(requests), peer.changes) == (before, [])
 
 
 async def test_a_trunk_of_another_model_is_refused(original: Models, tmp_path: Path) -> None:
@@ -210,6 +212,17 @@ async def test_a_trunk_of_another_model_is_refused(original: Models, tmp_path: P
     shutil.copy(tmp_path / "there" / "olmoe" / TRUNK, folder / TRUNK)
     with pytest.raises(BadModelFile, match="does not match the manifest"):
         await run_child([sys.executable, "-m", "backends.check_trunk", str(folder)], "trunk", quiet)
+
+
+async def test_a_child_that_cannot_be_started_is_an_error_like_any_other(
+    original: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no python here"))
+    async with node(tmp_path, Serving(original, None).find) as peer:
+        peer.keeper.want(original.manifest("olmoe").id, [peer.source])
+        error = await peer.fails()
+        assert error.type == "internal"
+        assert "cannot run a child process" in error.message
 
 
 async def test_a_source_that_comes_later_is_asked_at_once(
