@@ -171,7 +171,7 @@ ARRIVAL: Patch = (Exchange, "_settle", _settle_in_order(Exchange._settle))
         ),
         pytest.param(WholeParts(), [ARRIVAL, (dispatching, "gather", _rows_as_they_come)], "another result", id="rows"),
         pytest.param(
-            WholeParts(), [(exchange, "check_reply", lambda *args, **more: None)], "another result", id="no check"
+            WholeParts(), [(exchange, "check_reply", lambda *args, **more: None)], "another result", id="rows unchecked"
         ),
         pytest.param(WholeParts(attempts=RepeatsToken), [], "another answer", id="a retry that repeats a token"),
         pytest.param(WholeParts(attempts=BeginsAnew), [], "came after", id="a retry that begins anew"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from dataclasses import dataclass
 
 from capabilities.backbone import BackboneSet, Member
@@ -226,12 +227,23 @@ def simulate(seed: int, parts: Parts | None = None, *, plague_s: float = PLAGUE_
         world.run(plague_s)
         recovery_s = recover(swarm)
         settle(swarm)
-    except (Breach, StandsStill) as found:
-        breach = str(found)
-        world.note(breach)
+    except Exception as found:
+        breach = told(world, found)
     checks = swarm.checks
     counts = (len(checks.terms), checks.orders, checks.mistakes, world.events)
     return Outcome(seed, world.trace_hash, breach, recovery_s, *counts, tuple(world.trace))
+
+
+def told(world: World, found: Exception) -> str:
+    """What broke, in a line; the history gets the rest. Whatever an object raises that its shell does not expect would
+    end a daemon."""
+    if isinstance(found, Breach | StandsStill):
+        line = str(found)
+    else:
+        world.trace.extend(traceback.format_exc().splitlines())
+        line = f"{type(found).__name__}: {found}"
+    world.note(line)
+    return line
 
 
 def recover(swarm: Swarm) -> float:

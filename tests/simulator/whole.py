@@ -16,10 +16,9 @@ from tests.simulator.harm import Harm
 from tests.simulator.host import Behaviour, Host
 from tests.simulator.leading import Leading, Prompts
 from tests.simulator.member import Member
-from tests.simulator.swarm import POLL_S, Outcome, Swarm, recover, settle
+from tests.simulator.swarm import POLL_S, Outcome, Swarm, recover, settle, told
 from tests.simulator.toy import EXPERT_BYTES, EXPERTS, LAYERS, Experts
 from tests.simulator.volunteer import Health, Mischief, Volunteer
-from tests.simulator.world import StandsStill
 
 SIZES = (1, 3, 3, 3, 5)
 WORKERS = (2, 3, 3, 4, 5)
@@ -137,9 +136,8 @@ def simulate_whole(seed: int, parts: WholeParts | None = None) -> Outcome:
         settle(swarm)
         _serve(swarm)
         _rest(swarm)
-    except (Breach, StandsStill) as found:
-        breach = str(found)
-        world.note(breach)
+    except Exception as found:
+        breach = told(world, found)
     checks = swarm.checks
     counts = (len(checks.terms), checks.orders, checks.mistakes, world.events)
     answers = swarm.answers
