@@ -255,6 +255,22 @@ def test_an_overloaded_node_is_slow_to_judge() -> None:
         assert book.tick(now) == []
 
 
+@pytest.mark.parametrize("moment_s", [3.0, 20.0, 45.0])
+def test_a_node_that_runs_for_moments_only_blames_nobody_who_speaks_and_misses_who_does_not(moment_s: float) -> None:
+    book, alive, dead = new_book(), Speaking(A), Speaking(B)
+    book.hear(alive.advert(), START)
+    book.hear(dead.advert(), START)
+    now, said, changes = START, 0, []
+    while now < START + 40 * SUSPECT_S:
+        now += moment_s  # then it ticks first, and reads what has come meanwhile
+        changes += book.tick(now)
+        for _ in range(said, int((now - START) // 15)):
+            book.hear(alive.heartbeat(), now)
+        said = int((now - START) // 15)
+    assert {change.peer for change in changes} == {B}
+    assert changes[0].after is PeerState.SUSPECT
+
+
 # -- oneself, and copies -----------------------------------------------------------------------------------------------
 
 
