@@ -130,6 +130,7 @@ async def test_who_was_away_asks_for_all_news_when_it_connects(tmp_path: Path, v
 async def test_false_news_is_not_believed_and_goes_no_further(tmp_path: Path, virtual: MockClock) -> None:
     async with open_memory_hub() as hub, memory_swarm(hub, tmp_path, 3) as (founder, (liar, near, far)):
         impostor = Founder.make(tmp_path / "impostor")
+        hub.cut(liar.network.peer_id, far.network.peer_id)
         await connect_all([near, liar, far])
         await trio.sleep(5)
         victim = Identity.generate().peer_id
