@@ -141,6 +141,7 @@ class LeadingSwarm:
         cache = ShardCache(self.folder / f"cache-{number}", 1 << 30)
         made = make or (lambda: GgmlExperts(Device("CPU")))
         serve_pings(network)
+        ShardService(Serving(Models(self.folder / f"models-{number}", cache), cache).find).register(network)
         said = hello(f"worker-{number}", **fields)
         view = NamedLeader(self.network.peer_id, self.network.addresses[0])
         worker = Worker(network, view, lambda: said, cache, said.memory_budget_bytes, made)

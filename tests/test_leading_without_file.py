@@ -14,7 +14,6 @@ from swarmnode.model_keeper import ModelKeeper
 from swarmnode.models import Models
 from swarmnode.pinger import serve_pings
 from swarmnode.shards.borrowing import Borrowing
-from swarmnode.shards.fetch import fetch_experts
 from swarmnode.shards.service import ShardService
 from swarmnode.shards.serving import Serving
 from swarmnode.shards.store import ShardCache
@@ -44,17 +43,10 @@ async def test_it_fetches_proves_and_answers(tmp_path: Path) -> None:
         keeper.want(manifest.id, [original.peer_id])
         await eventually(lambda: keeper.held() == "tiny", 20)
 
-        everything = {layer.layer: range(layer.n_expert) for layer in manifest.layers}
-        for number in range(2):  # what earlier placements left with the workers
-            theirs = ShardCache(tmp_path / f"cache-{number}", 1 << 30)
-            await fetch_experts(network, [original.peer_id], manifest, everything, theirs)
-        await network.disconnect(original.peer_id)  # the one with the file is gone
-
         swarm.network = network
-        for number in range(2):
+        for _ in range(2):
             hand = swarm.add_worker()
-            theirs = ShardCache(tmp_path / f"cache-{number}", 1 << 30)
-            ShardService(Serving(Models(tmp_path / "none"), theirs).find).register(hand.network)
+            await hand.network.connect(original.addresses[0])
         leader = Leader(
             LeaderProtocols(network),
             swarm.trunks,
@@ -63,14 +55,15 @@ async def test_it_fetches_proves_and_answers(tmp_path: Path) -> None:
             1,
             7,
             borrow=lambda manifest: Borrowing(network, manifest, cache, list).obtain,
+            backbone=lambda: (original.peer_id,),
         )
         swarm.leader = leader
         assert cache.statistics().experts == 0
         nursery.start_soon(leader.run)
         await swarm.until_ready()
         assert cache.statistics().experts == sum(layer.n_expert for layer in manifest.layers)
-        for member in leader.members.present():
-            assert member.agreement is not None
-            assert member.agreement.bit_identical
+        await eventually(lambda: all(m.agreement is not None for m in leader.members.present()))
+        agreements = [member.agreement for member in leader.members.present()]
+        assert [a.bit_identical for a in agreements if a is not None] == [True, True]
         await swarm.check(ask("req-1"))
         nursery.cancel_scope.cancel()

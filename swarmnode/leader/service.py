@@ -35,7 +35,7 @@ from swarmnode.leader.remote_experts import RemoteExperts
 from swarmnode.leader.trunk import Trunks
 from swarmnode.member_messages import SOURCES_MAX, Progress
 from swarmnode.models import OpenModel
-from swarmnode.net.interface import Stream
+from swarmnode.net.interface import PeerId, Stream
 from swarmnode.prompt_messages import Ask, Failed, Reply
 
 _log = structlog.get_logger(__name__)
@@ -82,6 +82,10 @@ def _ignore(_covers: bool) -> None:
     pass
 
 
+def _nobody() -> Sequence[PeerId]:
+    return ()
+
+
 class Leader:
     """Run `run` in a nursery, once. `reason` says why no model is active yet."""
 
@@ -95,6 +99,7 @@ class Leader:
         term: int,
         *,
         borrow: Callable[[Manifest], Obtain] | None = None,
+        backbone: Callable[[], Sequence[PeerId]] = _nobody,
         on_covers: Callable[[bool], None] = _ignore,
     ) -> None:
         """term: which leadership this is; it fences what is dispatched.
@@ -103,6 +108,7 @@ class Leader:
         asked again whenever `models_changed` was called.
 
         borrow: how experts are had for a moment, to probe with, of a model whose file is not here.
+        backbone: the other peers that may have that file, and to which workers are connected.
         on_covers: called with `covers` whenever that changes.
         """
         network = protocols.network
@@ -114,6 +120,7 @@ class Leader:
         self._trunks = trunks
         self._choose = choose
         self._borrow = borrow
+        self._backbone = backbone
         self._last_epoch = 0
         self._on_covers = on_covers
         self._covered = False
@@ -300,11 +307,12 @@ class Leader:
                     self._trunks.lose(model)
 
     def _sources(self, opened: OpenModel, peer: str) -> Sequence[str]:
-        """Whom a worker fetches from: this node, and where it has not the model's file, those who hold experts."""
+        """Whom a worker fetches from: this node, and where it has not the model's file, whoever may have experts."""
+        own = str(self._network.peer_id)
         if opened.gguf is not None or self.active is None:
-            return (str(self._network.peer_id),)
+            return (own,)
         holders = [other for other in self.active.placer.coverage.answering if other != peer]
-        return (str(self._network.peer_id), *holders)[:SOURCES_MAX]
+        return tuple(dict.fromkeys((own, *self._backbone(), *holders)))[:SOURCES_MAX]
 
     def _look_at_coverage(self) -> None:
         covers = self.covers
