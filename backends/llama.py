@@ -225,6 +225,15 @@ class LlamaModel:
         """Forget one sequence."""
         lc.llama_memory_seq_rm(self._memory, sequence, -1, -1)
 
+    def cut(self, sequence: int, position: int) -> None:
+        """Forget a sequence from `position` on.
+
+        Raises:
+            Internal: this model's sequences cannot be cut (`is_recurrent`).
+        """
+        if not lc.llama_memory_seq_rm(self._memory, sequence, position, -1):
+            raise Internal(f"sequence {sequence} cannot be cut at position {position}")
+
     def clear_all(self) -> None:
         lc.llama_memory_clear(self._memory, True)
 

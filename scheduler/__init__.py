@@ -8,6 +8,7 @@ attempts     one request on the asker's side, across the leaders that come and g
 requests     what enters and leaves the batcher
 answer       one answer while it grows
 batching     what the trunk decodes next, and what its logits mean for each request
+parking      requests that wait for an expert that nobody can compute now
 settling     when to place experts anew
 placement    which peer holds which experts
 dispatch     which rows of a layer go to which peer, and where its answers belong

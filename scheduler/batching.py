@@ -10,12 +10,15 @@ work for both, and a prefill beside decoding is kept short, so neither starves t
 evenly among the prompts: a short one does not wait for a long one, and equal lengths share a pass.
 
     effects += batcher.expire(now)
-    step = batcher.next_step(now)            # None: nothing to do until the next submit
-    ...clear step.clear, decode the rows...
+    step = batcher.next_step(now)            # None: nothing to do until `next_deadline`
+    ...clear step.clear, cut step.cut, decode the rows...
     effects += batcher.step_done(step, logits, now)    or    batcher.step_failed(step, error, lost, now)
 
 `submit` and `cancel` may come between any of these, also while a step runs (but calls never overlap: one lock or one
 thread). Every request that was accepted gets exactly one terminal effect, FinishedEffect or FailedEffect.
+
+Requests whose step failed for want of an expert keep their slot and try again (parking.py); what they had in the cache
+before that step stays, where it can be cut back to that, and is made anew otherwise.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from capabilities.errors import (
     UsageError,
 )
 from scheduler.answer import Answer, Vocabulary
+from scheduler.parking import Parking
 from scheduler.requests import Effect, FailedEffect, QueuedEffect, Request
 
 StepKind = Literal["prefill", "decode"]
@@ -59,6 +63,7 @@ class Step:
     """One decode of the trunk. Rows stand by sequence, then by position; positions go on from what the cache holds.
 
     clear         sequences to remove from the cache first, whether or not they have rows here
+    cut           (sequence, position): what to remove from a sequence then, from that position on
     tokens, positions, sequences    int32 [N]
     wants_logits  bool [N]; step_done takes the logits of these rows in their order
     """
@@ -71,6 +76,7 @@ class Step:
     positions: NDArray[np.int32]
     sequences: NDArray[np.int32]
     wants_logits: NDArray[np.bool_]
+    cut: tuple[tuple[int, int], ...] = ()
 
     @property
     def requests(self) -> tuple[str, ...]:
@@ -79,11 +85,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class BatcherStatistics:
-    """Gauges of this instant (slots, running, waiting), then counters since the start."""
+    """Gauges of this instant (slots, running, waiting, parked), then counters since the start."""
 
     slots: int
     running: int
     waiting: int
+    parked: int
     accepted: int
     finished: int
     cancelled: int
@@ -103,10 +110,20 @@ class Batcher:
     batch_tokens    most rows a step (n_batch; with n_ubatch equal to it a step is one pass where lengths allow)
     queue_limit     most requests that wait for a slot
     vocabulary      the model's; ids are checked against it, since one bad id fails a whole decode in llama.cpp
+    park_s          how long a request waits for experts that nobody can compute; 0: it fails at once
+    can_cut         a sequence of this model can be cut back to an earlier position
     """
 
     def __init__(
-        self, slots: int, context_tokens: int, batch_tokens: int, queue_limit: int, vocabulary: Vocabulary
+        self,
+        slots: int,
+        context_tokens: int,
+        batch_tokens: int,
+        queue_limit: int,
+        vocabulary: Vocabulary,
+        *,
+        park_s: float = 0.0,
+        can_cut: bool = False,
     ) -> None:
         if slots < 1 or context_tokens < 1 or batch_tokens < slots or queue_limit < 0:
             raise ValueError("needs slots >= 1, context_tokens >= 1, batch_tokens >= slots, queue_limit >= 0")
@@ -118,6 +135,10 @@ class Batcher:
         self._waiting: dict[str, Answer] = {}  # first in, first out
         self._slots: list[Answer | None] = [None] * slots
         self._to_clear: set[int] = set()
+        self._to_cut: dict[int, int] = {}  # sequence: from which position on
+        self._parking = Parking(park_s)
+        self._can_cut = can_cut
+        self._last_together = 0
         self._step: Step | None = None  # the one that runs
         self._step_answers: tuple[Answer, ...] = ()
         self._last_kind: StepKind = "decode"
@@ -154,17 +175,25 @@ class Batcher:
     def expire(self, now: float) -> list[Effect]:
         """End the requests whose deadline has passed."""
         effects: list[Effect] = []
-        expired = [answer for answer in self._live.values() if answer.deadline <= now]
+        expired = [answer for answer in self._live.values() if self._parking.deadline(answer) <= now]
         for answer in reversed(expired):  # those in the queue first: none of them is given a slot on the way
             request = answer.request
+            if (error := self._parking.error(answer)) is not None:
+                effects += self._fail(answer, error, now)
+                continue
             where = "in the queue" if answer.slot is None else f"after {answer.completion} tokens"
             message = f"the request's deadline of {request.deadline_s:g} s passed {where}"
             effects += self._fail(answer, DeadlineExceeded(message, request_id=request.id), now)
         return effects
 
     def next_deadline(self) -> float | None:
-        """The instant at which `expire` next has something to do, if nothing ends before."""
-        return min((answer.deadline for answer in self._live.values()), default=None)
+        """The instant at which `expire` or `next_step` next has something to do, if nothing comes before."""
+        ends = min((self._parking.deadline(answer) for answer in self._live.values()), default=None)
+        return None if ends is None else min(ends, self._parking.next_try())
+
+    def retry(self) -> None:
+        """Other peers answer than before: requests that wait for experts try again."""
+        self._parking.retry()
 
     # Steps
 
@@ -172,7 +201,8 @@ class Batcher:
         """The next rows to decode, or None. The step then runs until step_done or step_failed: one at a time."""
         if self._step is not None:
             raise RuntimeError(f"step {self._step.number} has not ended")
-        running = [answer for answer in self._slots if answer is not None and answer.deadline > now]
+        slots = [answer for answer in self._slots if answer is not None and answer.deadline > now]
+        running = self._parking.choose(slots, self._last_together, now)
         decoding = [answer for answer in running if answer.missing == 1]
         prefilling = [answer for answer in running if answer.missing > 1]
         if prefilling and (not decoding or self._last_kind == "decode"):
@@ -194,6 +224,7 @@ class Batcher:
         row = 0
         for part, answer in zip(step.parts, self._end_step(step), strict=True):
             if answer.slot is not None:  # it may have ended while the step ran
+                self._parking.done(answer)
                 answer.cached += part.rows
                 if part.wants_logits:
                     effects += self._advance(answer, logits[row], now)
@@ -203,23 +234,38 @@ class Batcher:
         return effects
 
     def step_failed(self, step: Step, error: SwarmError, lost_sequences: bool, now: float) -> list[Effect]:
-        """The step came to nothing: its requests fail with `error`, the others go on.
+        """The step came to nothing: its requests fail with `error`, or wait, if it is experts that are missing.
 
         lost_sequences: the whole cache is gone (a new context); the other requests are prefilled again.
         """
         effects: list[Effect] = []
         answers = self._end_step(step)
         self._count["failed_steps"] += 1
-        self._to_clear.update(step.clear)  # perhaps it never came to that
+        self._to_clear.update(step.clear)  # perhaps it never came to that, nor to the cuts
+        self._to_cut.update(step.cut)
         if lost_sequences:
             for slot, other in enumerate(self._slots):
                 if other is not None and other.touched:
                     other.cached = 0
                     self._to_clear.add(slot)
-        for answer in answers:
-            if answer.slot is not None:
-                effects += self._fail(answer, error, now)
+        left = [answer for answer in answers if answer.slot is not None]
+        if self._parking.takes(error):
+            self._parking.failed(left, error, now)
+            for answer in left:
+                self._restore(answer, step.kind)
+            return effects
+        for answer in left:
+            effects += self._fail(answer, error, now)
         return effects
+
+    def _restore(self, answer: Answer, kind: StepKind) -> None:
+        """Undo what a failed step may have done to a sequence. A prompt's rows may have pushed out what came before."""
+        assert answer.slot is not None
+        if self._can_cut and kind == "decode" and answer.cached:
+            self._to_cut[answer.slot] = answer.cached
+        else:
+            answer.cached = 0
+            self._to_clear.add(answer.slot)
 
     # What people ask
 
@@ -235,6 +281,7 @@ class Batcher:
             slots=len(self._slots),
             running=sum(answer is not None for answer in self._slots),
             waiting=len(self._waiting),
+            parked=self._parking.parked,
             accepted=count["accepted"],
             finished=count["finished"],
             cancelled=count["cancelled"],
@@ -279,10 +326,14 @@ class Batcher:
         self._steps_issued += 1
         self._last_kind = kind
         self._step_answers = tuple(answer for answer, _ in shares)
+        self._parking.stepped(self._step_answers, self._steps_issued)
+        if not self._parking.is_alone(self._step_answers):
+            self._last_together = self._steps_issued
         self._step = Step(
             number=self._steps_issued,
             kind=kind,
             clear=tuple(sorted(self._to_clear)),
+            cut=tuple(sorted((slot, at) for slot, at in self._to_cut.items() if slot not in self._to_clear)),
             parts=tuple(parts),
             tokens=np.array(tokens, dtype=np.int32),
             positions=np.array(positions, dtype=np.int32),
@@ -290,6 +341,7 @@ class Batcher:
             wants_logits=wants_logits,
         )
         self._to_clear.clear()
+        self._to_cut.clear()
         return self._step
 
     def _end_step(self, step: Step) -> tuple[Answer, ...]:
@@ -323,6 +375,7 @@ class Batcher:
     def _release(self, answer: Answer, now: float) -> list[Effect]:
         """Forget a request and give its place to the next."""
         del self._live[answer.request.id]
+        self._parking.forget(answer)
         self._waiting.pop(answer.request.id, None)
         if answer.slot is not None:
             self._slots[answer.slot] = None

@@ -179,6 +179,10 @@ class LeaderConfig(_Section):
     uplinks. The last bits then depend on which worker holds which experts, though not on timing or on who else is
     served, and a few architectures refuse it."""
 
+    park_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
+    """How long a request waits for experts that nobody can compute: until their holder is back or others have loaded
+    them, which takes about as long. It keeps its place meanwhile. 0: it fails at once."""
+
     own_copy: bool = True
     """What no worker can compute at this moment, the leader computes from the model's file, if it has it. That is slow,
     since experts are read when they are needed, but an answer goes on. false: it waits for the workers."""

@@ -34,6 +34,8 @@ class MadeUpModel:
         self.step_s = 0.0
         self._sequences: dict[int, list[int]] = {}
 
+    routings = 0
+
     def begin_step(self, requests: Sequence[str]) -> None:
         pass
 

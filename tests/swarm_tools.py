@@ -66,7 +66,7 @@ def serving(
     """A ready swarm with a tiny model. `leader` are keys of its configuration's section."""
     model = write_tiny_model(root / f"{kind}.gguf", kind, quantisation=quantisation)
     settings = {
-        "leader": {"context_tokens": CONTEXT_TOKENS, "batch_tokens": 64, "own_copy": False, **leader},
+        "leader": {"context_tokens": CONTEXT_TOKENS, "batch_tokens": 64, "own_copy": False, "park_s": 0.0, **leader},
         "swarm": {"replicas": 1},
     }
     with LocalSwarm(root / "swarm", workers, leader=settings) as swarm:

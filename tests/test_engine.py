@@ -35,6 +35,8 @@ class CountingModel:
         self.cleared: list[int] = []
         self.steps: list[tuple[str, ...]] = []
 
+    routings = 0
+
     def begin_step(self, requests: Sequence[str]) -> None:
         self.steps.append(tuple(requests))
 

@@ -296,7 +296,7 @@ def test_activations_travel_as_q8_0_where_that_changes_no_bit(tmp_path: Path) ->
 
 def test_a_swarm_comes_up_step_by_step_and_survives_restarts(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "m.gguf", "olmoe")
-    settings = {"leader": {"context_tokens": 256, "own_copy": False}}
+    settings = {"leader": {"context_tokens": 256, "own_copy": False, "park_s": 0.0}}
     with LocalSwarm(tmp_path / "swarm", 2, leader=settings) as swarm:
         leader, (first, second) = swarm.leader, swarm.workers
         nothing_is_served_without_a_model(swarm)

@@ -77,7 +77,7 @@ class Broken(Served):
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broken]:
     root = tmp_path_factory.mktemp("broken")
     settings = {
-        "leader": {"context_tokens": CONTEXT_TOKENS, "batch_tokens": 64, "own_copy": False},
+        "leader": {"context_tokens": CONTEXT_TOKENS, "batch_tokens": 64, "own_copy": False, "park_s": 0.0},
         "swarm": {"settle_s": 0.5, "replicas": 1},
     }
     swarm = LocalSwarm(root / "swarm", 2, leader=settings)
@@ -433,7 +433,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("half")
     model = write_tiny_model(root / "m.gguf", "olmoe")
     settings = {
-        "leader": {"context_tokens": CONTEXT_TOKENS, "own_copy": False},
+        "leader": {"context_tokens": CONTEXT_TOKENS, "own_copy": False, "park_s": 0.0},
         "swarm": {"workers_expected": 2, "replicas": 1},
     }
     with LocalSwarm(root / "swarm", 1, leader=settings) as swarm:

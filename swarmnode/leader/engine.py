@@ -35,7 +35,13 @@ Sink = Callable[[Effect], None]
 
 
 class StepExecutor(ExpertExecutor, Protocol):
-    """An executor that is told which requests a step serves, for its logs and errors."""
+    """An executor that is told which requests a step serves, for its logs and errors.
+
+    `routings` changes whenever other peers answer than before: it may be worth while to try again what failed.
+    """
+
+    @property
+    def routings(self) -> int: ...
 
     def begin_step(self, requests: Sequence[str]) -> None: ...
 
@@ -75,6 +81,7 @@ class DecodeEngine:
         self._stopped = trio.Event()
         self._stopping = False
         self._steps = 0
+        self._routings = 0
         self._decode_s = 0.0
         self._begun = 0  # steps, whether they came to anything or not; both counters are the decode thread's
         self._ended = 0
@@ -91,8 +98,7 @@ class DecodeEngine:
     async def stop(self) -> bool:
         """End all requests with an error and stop the thread; whether it has ended. Bounded by the step that runs."""
         self._stopping = True
-        with contextlib.suppress(queue.Full):  # then it does not sleep
-            self._commands.put_nowait(None)
+        self.wake()
         with trio.move_on_after(_STOP_WAIT_S):
             await self._stopped.wait()
         return self._stopped.is_set()
@@ -124,6 +130,11 @@ class DecodeEngine:
 
     def statistics(self) -> EngineStatistics:
         return EngineStatistics(self._batcher.statistics(), self._steps, self._decode_s)
+
+    def wake(self) -> None:
+        """Something changed that requests may wait for."""
+        with contextlib.suppress(queue.Full):  # then it does not sleep
+            self._commands.put_nowait(None)
 
     async def step_boundary(self) -> None:
         """Wait until the step that runs now, if one does, has ended."""
@@ -172,6 +183,9 @@ class DecodeEngine:
 
     def _one_round(self) -> None:
         effects = self._take_commands()
+        if self._routings != self._executor.routings:
+            self._routings = self._executor.routings
+            self._batcher.retry()
         now = time.monotonic()
         effects += self._batcher.expire(now)
         step = self._batcher.next_step(now)
@@ -195,9 +209,9 @@ class DecodeEngine:
                 effects += self._obey(command)
 
     def _wait(self, now: float) -> None:
-        """Sleep until a command comes or a deadline passes."""
-        deadline = self._batcher.next_deadline()
-        timeout = _IDLE_WAIT_S if deadline is None else min(_IDLE_WAIT_S, max(0.0, deadline - now))
+        """Sleep until a command comes, or an instant of the batcher's."""
+        instant = self._batcher.next_deadline()
+        timeout = _IDLE_WAIT_S if instant is None else min(_IDLE_WAIT_S, max(0.0, instant - now))
         try:
             command = self._commands.get(timeout=timeout)
         except queue.Empty:
@@ -219,6 +233,8 @@ class DecodeEngine:
         try:
             for sequence in step.clear:
                 self._model.clear(sequence)
+            for sequence, position in step.cut:
+                self._model.cut(sequence, position)
             self._executor.begin_step(step.requests)
             logits = self._model.decode(step.tokens, step.positions, step.sequences, step.wants_logits)
         except SwarmError as error:

@@ -71,6 +71,7 @@ class RemoteExperts:
         self._token = token
         self._own = own
         self._routing: Routing | None = None
+        self.routings = 0
         self._complete: queue.SimpleQueue[int] = queue.SimpleQueue()  # numbers of flights with something to look at
         self._number = 0
         self._open: dict[int, Flight] = {}
@@ -88,6 +89,7 @@ class RemoteExperts:
     def set_routing(self, routing: Routing | None) -> None:
         """The epoch that dispatches use from the next layer on."""
         self._routing = routing
+        self.routings += 1
 
     @property
     def has_own_copy(self) -> bool:

@@ -243,6 +243,8 @@ class Leader:
             max(config.batch_tokens, config.parallel),
             config.queue_limit,
             Vocabulary(model.vocabulary.n_vocab, model.vocabulary.piece, model.vocabulary.is_end),
+            park_s=config.park_s,
+            can_cut=not model.is_recurrent,
         )
         engine = DecodeEngine(model, remote, batcher)
         obtain = at_hand if opened.gguf is not None or self._borrow is None else self._borrow(manifest)
@@ -315,6 +317,8 @@ class Leader:
         return tuple(dict.fromkeys((own, *self._backbone(), *holders)))[:SOURCES_MAX]
 
     def _look_at_coverage(self) -> None:
+        if self.active is not None:
+            self.active.engine.wake()  # who waits for an expert may find it now
         covers = self.covers
         if covers != self._covered:
             self._covered = covers
