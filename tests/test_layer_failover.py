@@ -24,6 +24,7 @@ from swarmnode.leader.link import PeerLink
 from swarmnode.leader.own_experts import OWN_COPY, OwnExperts
 from swarmnode.leader.remote_experts import RemoteExperts
 from swarmnode.leader.routing import Routing
+from swarmnode.leadership import NamedLeader
 from swarmnode.net.interface import PeerId, Stream
 from swarmnode.net.memory import MemoryHub, MemoryNetwork, open_memory_hub
 from swarmnode.worker.epochs import Epochs, ExpertSet
@@ -136,7 +137,7 @@ async def bench(*, held_back: str = "0", own: OwnExperts | None = None) -> Async
             epochs = Epochs()
             epochs.current = ExpertSet(1, 1, "", {}, backend, {LAYER.layer: HeldLayer.of(LAYER, ALL)}, loaded=True)
             hand = Hand(network, PeerLink(PeerId(network.peer_id), f"worker-{i}"), held_back=str(i) in held_back)
-            hand.service = ExpertsService(epochs, leader.peer_id)
+            hand.service = ExpertsService(epochs, NamedLeader(leader.peer_id))
             network.serve(PROTOCOL, hand.handle, max_streams_per_peer=4)
             await leader.connect(network.addresses[0])
             nursery.start_soon(hand.link.run, leader)
