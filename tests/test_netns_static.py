@@ -1,19 +1,15 @@
-"""A swarm whose leader is configured, over 20 ms round trips: llama.cpp's own tokens, and a typed error for a cut."""
+"""A swarm whose leader is configured, over 20 ms round trips: llama.cpp's own tokens, whatever happens to workers."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from capabilities.errors import SwarmError
 from tests.netns.skipping import bed_or_skip
 from tests.netns.swarm import BedSwarm, four_layers, swarm_in_bed
 from tests.swarm_tools import ask
-
-ERROR_SECONDS_MAX = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -32,19 +28,19 @@ def test_an_answer_over_20_ms_round_trips(swarm: BedSwarm) -> None:
 
 
 def test_a_worker_that_is_cut_off_in_the_middle(swarm: BedSwarm) -> None:
-    """Silence, where a broken connection would have said something; then service again, without a restart."""
+    """Silence, where a broken connection would have said something: another copy answers, the tokens stay the same."""
     asker, victim = swarm.nodes[2], swarm.nodes[1]
-    with asker.stream(**ask("A long story", 200, ignore_eos=True)) as call:
-        events = (event for event in call if event["event"] == "token")
-        for _ in range(5):
-            next(events)
-        swarm.bed.cut_off(victim.host)
-        started = time.monotonic()
-        with pytest.raises(SwarmError) as caught:
-            list(events)
-    assert time.monotonic() - started < ERROR_SECONDS_MAX
-    assert caught.value.type == "experts_unavailable"
-    assert caught.value.details["peer"] == victim.peer
+    params = ask("A long story", 24, ignore_eos=True)
+    tokens = []
+    with asker.stream(**params) as call:
+        for event in call:
+            if event["event"] == "token":
+                tokens.append(event["token"])
+                if len(tokens) == 5:
+                    swarm.bed.cut_off(victim.host)
+    assert tokens == swarm.expected(params)
+    rows = {row["name"]: row["state"] for row in swarm.nodes[0].status()["peers"]}
+    assert rows["peer-1"] in ("suspect", "gone")
     swarm.bed.heal()
     swarm.wait_ready(swarm.nodes, 15)
     swarm.check(asker, ask("And now?", 8, ignore_eos=True))
