@@ -119,6 +119,7 @@ class KeepsTheCache(Batcher):
     def step_failed(self, step: Step, *args: Any, **more: Any) -> list[Effect]:
         effects = super().step_failed(step, *args, **more)
         self._to_clear.clear()
+        self._to_cut.clear()
         return effects
 
 

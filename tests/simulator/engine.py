@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from capabilities.errors import SwarmError
 from scheduler.batching import Batcher, Step
@@ -15,18 +16,39 @@ SLOTS, CONTEXT_TOKENS, BATCH_TOKENS, QUEUE = 2, 28, 8, 8
 TRUNK_S = 0.002
 
 
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long requests wait for experts that nobody has now, and whether the model keeps their cache meanwhile."""
+
+    park_s: float
+    can_cut: bool
+
+
 class Engine:
     """Of one leadership. `deliver` gets every effect."""
 
     def __init__(
-        self, host: Host, dispatching: Dispatching, deliver: Callable[[Effect], None], batcher: Callable[..., Batcher]
+        self,
+        host: Host,
+        dispatching: Dispatching,
+        deliver: Callable[[Effect], None],
+        batcher: Callable[..., Batcher],
+        patience: Patience,
     ) -> None:
         self.host = host
-        self.batcher = batcher(SLOTS, CONTEXT_TOKENS, BATCH_TOKENS, QUEUE, VOCABULARY)
+        self.batcher = batcher(
+            SLOTS,
+            CONTEXT_TOKENS,
+            BATCH_TOKENS,
+            QUEUE,
+            VOCABULARY,
+            park_s=patience.park_s,
+            can_cut=patience.can_cut,
+        )
         self.live = True
         self._dispatching = dispatching
         self._deliver = deliver
-        self._trunk = Trunk()
+        self._trunk = Trunk(can_cut=patience.can_cut)
         self._busy = False
         self._wakes = 0
 
@@ -38,6 +60,12 @@ class Engine:
     def cancel(self, request: str) -> None:
         self._tell(self.batcher.cancel(request, "the asker is gone", self.host.now()))
         self.wake()
+
+    def rerouted(self) -> None:
+        """Other peers answer than before."""
+        if self.live:
+            self.batcher.retry()
+            self.wake()
 
     def wake(self) -> None:
         """Something changed: there may be a step to do."""

@@ -11,7 +11,7 @@ from scheduler.election_state import LeaderChanged
 from scheduler.requests import Effect, FailedEffect, FinishedEffect, TokenEffect
 from tests.simulator.dispatching import Dispatching
 from tests.simulator.election import BackbonePeer
-from tests.simulator.engine import Engine
+from tests.simulator.engine import Engine, Patience
 from tests.simulator.host import Host
 from tests.simulator.messages import Alive, Ask, Done, Failed, Hello, Token
 from tests.simulator.placer import Placer
@@ -34,7 +34,14 @@ class Leading:
     channel = "members"
 
     def __init__(
-        self, peer: BackbonePeer, dispatching: Dispatching, experts: Experts, parts: Any, *, own_copy: bool
+        self,
+        peer: BackbonePeer,
+        dispatching: Dispatching,
+        experts: Experts,
+        parts: Any,
+        patience: Patience,
+        *,
+        own_copy: bool,
     ) -> None:
         self.host: Host = peer.host
         self.term = 0  # that this host leads, 0: it does not
@@ -45,6 +52,7 @@ class Leading:
         self._dispatching = dispatching
         self._experts = experts
         self._parts = parts
+        self._patience = patience
         self._own_copy = own_copy
         self._prompts: dict[str, _Prompt] = {}
         peer.on_leader.append(self._leader_changed)
@@ -68,9 +76,9 @@ class Leading:
     def _begin(self, term: int) -> None:
         self.term = term
         self._dispatching.reset()
-        self.engine = Engine(self.host, self._dispatching, self._deliver, self._parts.batcher)
+        self.engine = Engine(self.host, self._dispatching, self._deliver, self._parts.batcher, self._patience)
         self.placer = Placer(self.host, term, self._experts, self._dispatching, own_copy=self._own_copy)
-        self.placer.changed = self.engine.wake
+        self.placer.changed = self.engine.rerouted
         self._dispatching.failed = self.placer.prover.failed
         self._dispatching.rates = self.placer.rate
         self._dispatching.timed = self.placer.timed

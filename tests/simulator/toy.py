@@ -83,9 +83,13 @@ class Choice:
 
 
 class Trunk:
-    """The cache of every sequence, and decoding. A pass is driven: see `begin`."""
+    """The cache of every sequence, and decoding. A pass is driven: see `begin`.
 
-    def __init__(self) -> None:
+    can_cut: a sequence can be cut back to an earlier position; else nothing is left of one whose pass was broken off.
+    """
+
+    def __init__(self, *, can_cut: bool = False) -> None:
+        self._can_cut = can_cut
         self._cells: dict[int, list[tuple[bytes, ...]]] = {}  # sequence -> for each position a hash per layer
 
     def clear(self, sequence: int) -> None:
@@ -95,6 +99,8 @@ class Trunk:
         """Decode the rows of a step. Raises Breach for positions that are not the cache's next ones."""
         for sequence in step.clear:
             self.clear(sequence)
+        for sequence, position in step.cut:
+            del self._cells[sequence][position:]
         rows = [
             (self._cells.setdefault(sequence, []), token)
             for token, sequence in zip(step.tokens.tolist(), step.sequences.tolist(), strict=True)
@@ -107,8 +113,11 @@ class Trunk:
 
     def spoil(self, step: Step) -> None:
         """What a pass that was broken off leaves in its sequences: nothing that anybody may use."""
+        broken = (b"broken off",) * len(LAYERS)
         for part in step.parts:
-            self._cells[part.sequence] = [(b"broken off",) * len(LAYERS)] * len(self._cells[part.sequence])
+            cells = self._cells[part.sequence]
+            kept = cells if self._can_cut and step.kind == "decode" else [broken] * len(cells)
+            self._cells[part.sequence] = [*kept, *[broken] * part.rows]
 
     def grow(self, step: Step, chains: list[list[bytes]]) -> None:
         for row, sequence in enumerate(step.sequences.tolist()):
@@ -195,4 +204,4 @@ def _step(tokens: list[int], done: int) -> Step:
     wants[-1] = True
     positions = np.arange(done, len(tokens), dtype=np.int32)
     part = StepPart("alone", 0, len(new), True)
-    return Step(1, "decode", (), (part,), new, positions, np.zeros(len(new), np.int32), wants)
+    return Step(1, "decode", (), (), (part,), new, positions, np.zeros(len(new), np.int32), wants)

@@ -12,6 +12,7 @@ from tests.simulator.asker import Asker, Query
 from tests.simulator.checks import Breach
 from tests.simulator.dispatching import Dispatching
 from tests.simulator.election import Orders, Parts
+from tests.simulator.engine import Patience
 from tests.simulator.harm import Harm
 from tests.simulator.host import Behaviour, Host
 from tests.simulator.leading import Leading, Prompts
@@ -55,6 +56,7 @@ class WholeSwarm(Swarm):
         super().__init__(seed, parts, sizes=SIZES)
         self.experts = Experts(self.world.chance("experts"))
         self.sums = self.random.random() < SUMS
+        self.patience = Patience(self.random.choice((0.0, 6.0, 20.0, 20.0)), self.random.random() < 0.5)
         self.answers = Answers(self.checks, self.experts, exact=not self.sums)
         self.plague_s = self.random.choice(PLAGUE_S)
         self.machines = Machines()
@@ -98,7 +100,12 @@ class WholeSwarm(Swarm):
             dispatching = Dispatching(host, self.experts, self.answers.combined, sums=self.sums)
             dispatching.replaced = self.answers.took_over
             leading = Leading(
-                peer, dispatching, self.experts, self.parts, own_copy=host.name in self.machines.have_file
+                peer,
+                dispatching,
+                self.experts,
+                self.parts,
+                self.patience,
+                own_copy=host.name in self.machines.have_file,
             )
             leading.reaches = self.reaches
             built += [Orders(peer, tuple(self.hosts)), dispatching, leading, Prompts(leading), peer]
