@@ -204,4 +204,14 @@ def _step(tokens: list[int], done: int) -> Step:
     wants[-1] = True
     positions = np.arange(done, len(tokens), dtype=np.int32)
     part = StepPart("alone", 0, len(new), True)
-    return Step(1, "decode", (), (), (part,), new, positions, np.zeros(len(new), np.int32), wants)
+    return Step(
+        number=1,
+        kind="decode",
+        clear=(),
+        parts=(part,),
+        tokens=new,
+        positions=positions,
+        sequences=np.zeros(len(new), np.int32),
+        wants_logits=wants,
+        cut=(),
+    )
