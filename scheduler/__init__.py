@@ -11,6 +11,7 @@ batching     what the trunk decodes next, and what its logits mean for each requ
 parking      requests that wait for an expert that nobody can compute now
 settling     when to place experts anew
 placement    which peer holds which experts
+placement_record   what of it a leader leaves to its successor
 dispatch     which rows of a layer go to which peer, and where its answers belong
 exchange     one layer under way: who takes over when a peer fails or is late
 combine      the same with one sum a peer and token in place of rows: what is added to what, and in which order

@@ -173,6 +173,7 @@ class FakeWorker:
     spoil: Spoil = honest
     memory_budget_bytes: int = 1 << 30
     host: str = ""
+    holding: tuple[tuple[int, int], ...] = ()
     answers_pings: bool = True  # False: somebody else on this node does
     claims_loaded: bool = True
     assigned: list[Assign] = field(default_factory=list)
@@ -187,7 +188,8 @@ class FakeWorker:
         """One stay, until the stream breaks."""
         peer = await self.network.connect(self.leader)
         self.stream = await self.network.open_stream(peer, MEMBER)
-        await self.stream.send(encode(replace(hello(self.name, self.memory_budget_bytes), host=self.host)))
+        said = replace(hello(self.name, self.memory_budget_bytes), host=self.host, holding=self.holding)
+        await self.stream.send(encode(said))
         with contextlib.suppress(NetworkError):
             while True:
                 message = decode_from_leader(await read_frame(self.stream, limits.MEMBER_FRAME))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import trio.testing
 
 from backends.experts import F32
 from backends.manifest import LayerExperts, Manifest
+from scheduler.placement_record import PlacementRecord
 from swarmnode import limits
 from swarmnode.expert_messages import DispatchHead, HeldLayer, decode_dispatch
 from swarmnode.leader.members import Member, Members
@@ -64,9 +66,13 @@ class Engine:
     """A decode thread that is between two steps."""
 
     boundaries = 0
+    running = 0
 
     async def step_boundary(self) -> None:
         self.boundaries += 1
+
+    def statistics(self) -> Any:
+        return SimpleNamespace(batcher=SimpleNamespace(running=self.running))
 
 
 @dataclass
@@ -79,6 +85,7 @@ class Lab:
     placer: Placer
     remote: RemoteExperts
     nursery: trio.Nursery
+    engine: Engine
 
     @property
     def address(self) -> str:
@@ -133,7 +140,13 @@ class Stay:
 
 @asynccontextmanager
 async def leader_lab(
-    expected: int = 0, settle_s: float = 3.0, term: int = 1, **settings: Any
+    expected: int = 0,
+    settle_s: float = 3.0,
+    term: int = 1,
+    *,
+    inherited: PlacementRecord | None = None,
+    on_record: Callable[[bytes], None] = lambda _: None,
+    **settings: Any,
 ) -> AsyncIterator[Lab]:
     """settings: more of PlacerSettings."""
     async with open_memory_hub() as hub, trio.open_nursery() as nursery:
@@ -145,10 +158,14 @@ async def leader_lab(
         members = Members(network, *map(to_placer, ("joined", "progressed", "left", "spoke")))
         remote = RemoteExperts(MODEL.manifest.layers, trio.lowlevel.current_trio_token())
         made = PlacerSettings(expected, settle_s, "f32", **settings)
-        placer = Placer(network, members, MODEL.manifest, Reference(), remote, Engine(), made, term)  # type: ignore[arg-type]
+        engine = Engine()
+        placer = Placer(
+            network, members, MODEL.manifest, Reference(), remote, engine, made, term,  # type: ignore[arg-type]
+            inherited=inherited, on_record=on_record,
+        )  # fmt: skip
         await nursery.start(members.watch.run)
         network.serve(MEMBER, members.handle, max_streams_per_peer=limits.MEMBER_STREAMS_PER_PEER_MAX)
         serve_pings(network)
         nursery.start_soon(placer.run)
-        yield Lab(hub, network, members, placer, remote, nursery)
+        yield Lab(hub, network, members, placer, remote, nursery, engine)
         nursery.cancel_scope.cancel()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ import trio.testing
 from trio.testing import MockClock
 
 from capabilities.errors import Internal
+from scheduler.placement_record import PlacementRecord
 from scheduler.settling import REPLACE_AFTER_S, STALLED_S, UNCOVERED_AFTER_S
 from swarmnode.expert_messages import DispatchHead, encode_failure, encode_reply
 from swarmnode.leader.members import MEMBERS_MAX
@@ -28,6 +32,14 @@ def wrong(head: DispatchHead, y: np.ndarray[Any, Any]) -> bytes:
 
 def refuses(head: DispatchHead, y: np.ndarray[Any, Any]) -> bytes:
     return encode_failure(head.sequence, Internal("not today"))
+
+
+dispatched: list[str] = []
+
+
+def count(name: str, head: DispatchHead, y: np.ndarray[Any, Any]) -> bytes:
+    dispatched.append(name)
+    return honest(head, y)
 
 
 async def settled(lab: Lab, seconds: float = 0.0) -> None:
@@ -378,9 +390,9 @@ async def test_copies_go_to_different_hosts_only(autojump_clock: MockClock) -> N
             await lab.join(name, host="the same")
         await settled(lab)
         assert lab.placer.coverage.copies() == (1, [])
-        report = lab.placer.describe()
+        report = lab.placer.report()
         assert report is not None
-        assert "1 hosts" in report.degraded[0]
+        assert "1 hosts" in report["degraded"][0]
 
 
 async def test_a_worker_that_drains_is_relieved_and_serves_until_then(autojump_clock: MockClock) -> None:
@@ -443,16 +455,18 @@ async def test_the_leaders_own_node_holds_experts_only_if_the_others_cannot(auto
 
 async def test_what_the_loss_of_a_worker_would_cost(autojump_clock: MockClock) -> None:
     async with leader_lab(expected=2) as lab:
-        assert lab.placer.describe() is None
+        assert lab.placer.report() is None
         one, two = await pair(lab)
         await settled(lab)
-        report, loss = lab.placer.describe(), lab.placer.without(str(one.peer))
+        report, loss = lab.placer.report(), lab.placer.without(str(one.peer))
         assert report is not None
         assert loss is not None
-        assert report.coverage.min_copies == 1
-        assert any("have one copy, on two" in text for text in report.single_points)
-        assert sum(map(len, loss.no_copy.values())) == SHARE
-        assert loss.bytes_to_move == SHARE * EXPERT_BYTES
+        json.dumps([report, loss])
+        assert report["coverage"]["min_copies"] == 1
+        assert any("one copy, on two" in text for text in report["single_points"])
+        assert {peer["name"] for peer in report["peers"]} == {"one", "two"}
+        assert sum(map(len, loss["no_copy"].values())) == SHARE
+        assert loss["bytes_to_move"] == SHARE * EXPERT_BYTES
         assert two.state == "ready"
 
 
@@ -469,3 +483,66 @@ async def test_with_a_copy_of_its_own_the_leader_covers_everything_once_an_epoch
         assert lab.ready
         assert lab.remote._routing is not None
         assert lab.remote._routing.layers[LAYERS[0]].peers == (OWN_COPY,)
+
+
+# --- From one leader to the next --------------------------------------------------------------------------------------
+
+
+async def test_a_successor_serves_at_once_with_those_who_still_hold_what_they_had_proven(
+    autojump_clock: MockClock,
+) -> None:
+    left: list[bytes] = []
+    async with leader_lab(expected=2, replicas=2, on_record=left.append) as lab:
+        one, two = await pair(lab)
+        await settled(lab)
+        peers = {str(one.peer): "one", str(two.peer): "two"}
+    record = PlacementRecord.from_bytes(left[-1])
+    assert (record.name, set(record.proven)) == ((1, 1), set(peers))
+    async with leader_lab(term=5, replicas=2, inherited=record) as lab:
+        lab.engine.running = 1
+        stays = {}
+        dispatched.clear()
+        for _ in range(2):  # the network in memory names them as before
+            network = lab.hub.join()
+            name = peers[str(network.peer_id)]
+            stays[name] = await lab.join(
+                name, network=network, holding=((1, 1),) if name == "one" else (), spoil=partial(count, name)
+            )
+        await settled(lab)
+        assert lab.ready
+        assert (lab.placer.coverage.epoch, lab.placer.coverage.copies()) == (1, (2, []))
+        assert set(dispatched) == {"two"}  # who does not name its set must prove it
+        lab.engine.running = 0
+        await settled(lab, 3)
+        assert set(dispatched) == {"one", "two"}  # made up for, once nobody waits
+        (assign,) = stays["one"].fake.assigned
+        assert (assign.term, assign.held) == (5, record.placement.held_by(str(stays["one"].peer)))
+        dispatched.clear()
+        await stays["one"].leave()
+        await stays["one"].back()
+        await settled(lab, 1)
+        assert set(dispatched) == {"one"}  # believed once
+
+
+async def test_an_inherited_holder_that_does_not_come_is_replaced(autojump_clock: MockClock) -> None:
+    left: list[bytes] = []
+    async with leader_lab(expected=2, replicas=1, on_record=left.append) as lab:
+        await pair(lab)
+        await settled(lab)
+    async with leader_lab(term=2, inherited=PlacementRecord.from_bytes(left[-1])) as lab:
+        lab.hub.join()
+        other = await lab.join("other")
+        await settled(lab, UNCOVERED_AFTER_S - 1)
+        assert not lab.ready
+        await settled(lab, 2)
+        assert (lab.ready, lab.placer.coverage.held_now(other.member)) == (True, ALL)
+
+
+async def test_a_record_of_another_model_is_left_alone(autojump_clock: MockClock) -> None:
+    left: list[bytes] = []
+    async with leader_lab(expected=1, on_record=left.append) as lab:
+        await lab.join("one")
+        await settled(lab)
+    record = replace(PlacementRecord.from_bytes(left[-1]), manifest="ab" * 32)
+    async with leader_lab(term=2, expected=1, inherited=record) as lab:
+        assert lab.placer.coverage.current is None

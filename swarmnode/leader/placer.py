@@ -8,10 +8,9 @@ swarm is ready as long as every expert has a copy that can be used. The decision
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import structlog
 import trio
@@ -19,18 +18,21 @@ import trio
 from backends.activations import q8_0_is_exact
 from backends.manifest import Manifest
 from backends.program import ExpertProgram
+from capabilities.agreement import Agreement
 from capabilities.errors import Internal
 from scheduler.placement import LayerSpec, Placement, PlacementImpossible, WorkerSpec, output_ranks
-from scheduler.placement_report import Loss, PlacementReport, describe, without
+from scheduler.placement_record import PlacementRecord
 from scheduler.placing import place
 from scheduler.settling import STALLED_S, Present, decide, exclusion_s
 from swarmnode.leader.coverage import Coverage
 from swarmnode.leader.engine import DecodeEngine
+from swarmnode.leader.inheritance import Inheritance
 from swarmnode.leader.members import Member, Members
 from swarmnode.leader.probe import ProbeReference
 from swarmnode.leader.proving import Prover
-from swarmnode.leader.publishing import make_routing, numeric_class
+from swarmnode.leader.publishing import make_routing
 from swarmnode.leader.remote_experts import RemoteExperts
+from swarmnode.leader.specs import Specs
 from swarmnode.member_messages import Assign, Begin, Progress
 from swarmnode.net.interface import Network, PeerId
 from swarmnode.wire import Q8_0_BLOCK_VALUES
@@ -38,7 +40,6 @@ from swarmnode.wire import Q8_0_BLOCK_VALUES
 _log = structlog.get_logger(__name__)
 
 AGAIN_S_MAX = 30.0  # how long the loop sleeps at most: some conditions are only a matter of time, and speeds change
-RTT_MS_MIN: Final = 4.0  # below, on one local network, it is the processes that take the time
 _INLINE_MAX: Final = 50_000  # experts times workers that are placed on the event loop: a few ten milliseconds
 
 ActivationsChoice = Literal["auto", "f32", "q8_0"]
@@ -62,10 +63,15 @@ def _nothing() -> None:
     pass
 
 
+def _ignore(_record: bytes) -> None:
+    pass
+
+
 class Placer:
     """Places one model's experts on the members. `run` never ends; the other methods are called on the event loop.
 
-    changed: called whenever what can be used, or what serves, may have changed.
+    changed: called whenever what can be used, or what serves, may have changed. inherited: a predecessor's record, to
+    start from. on_record: gets what a successor should have, whenever that changes.
     """
 
     def __init__(
@@ -81,6 +87,8 @@ class Placer:
         *,
         sources: Sources | None = None,
         changed: Callable[[], None] = _nothing,
+        inherited: PlacementRecord | None = None,
+        on_record: Callable[[bytes], None] = _ignore,
     ) -> None:
         self.term = term
         self.members = members
@@ -99,14 +107,20 @@ class Placer:
             network, manifest, reference, self, partial_sums=settings.partial_sums, ask_f32=self._ask_f32
         )
         self.last_epoch = 0  # the newest of this term; set before `run` to what another model's placements took
+        self._specs = Specs(members, self.layers, settings.replicas, self._ask_f32)
         self._considered: dict[str, WorkerSpec] = {}  # as the last attempt to place took them into account
         self._waiting: set[str] = set()  # they keep their old share until others can do without it
         self._changed = trio.Event()
+        self._started_s = trio.current_time()
+        self._inheritance = Inheritance(manifest, members, inherited, on_record)
 
     # -- events -------------------------------------------------------------------------------------------------
 
     def joined(self, member: Member) -> None:
         """A worker said hello: if it is a holder, it gets its assignment (again)."""
+        peer = str(member.peer)
+        if self.share_of(peer) is not None:
+            self._considered.setdefault(peer, self._specs.of(peer))  # of a placement that was inherited
         self.assign(member)
         self._changed.set()
 
@@ -135,6 +149,12 @@ class Placer:
     # -- the loop -----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
+        if (record := self._inheritance.record) is not None:
+            self.last_epoch += 1
+            self.coverage.current = replace(record.placement, term=self.term, epoch=self.last_epoch)
+            _log.info("placement.inherited", term=self.term, epoch=self.last_epoch, was=record.name)
+            for member in self.members.present():
+                self.joined(member)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._prover.run)
             while True:
@@ -150,7 +170,8 @@ class Placer:
         now, target = trio.current_time(), self.coverage.target
         holders = frozenset(target.peers()) if target is not None else frozenset()
         present: dict[str, Present] = {}
-        lost = {str(peer): m.lost_s for peer, m in self.members.by_peer.items() if m.lost_s is not None}
+        lost = dict.fromkeys(holders, self._started_s)  # an inherited holder gets its time to come
+        lost |= {str(peer): m.lost_s for peer, m in self.members.by_peer.items() if m.lost_s is not None}
         again_s = AGAIN_S_MAX
         for member in self.members.present():
             peer, failing_since_s = str(member.peer), _failing_since(member, now)
@@ -181,7 +202,7 @@ class Placer:
     def _is_outdated(self, peer: str) -> bool:
         """Whether what the hard rules look at has changed since the last attempt to place."""
         before = self._considered.get(peer)
-        return before is not None and _hard(self._spec(peer)) != _hard(before)
+        return before is not None and _hard(self._specs.of(peer)) != _hard(before)
 
     def _give_up(self, peers: frozenset[str], now: float) -> None:
         """These were holders, and are there, but fail."""
@@ -193,31 +214,8 @@ class Placer:
                 member.failing_since_s, member.failures = None, 0
                 _log.warning("placement.given_up", peer=peer, name=member.name, seconds=exclusion_s(member.given_up))
 
-    def _spec(self, peer: str) -> WorkerSpec:
-        """What is known of a member for placing."""
-        member = self.members.by_peer[PeerId(peer)]
-        hello, default = member.hello, WorkerSpec(peer, member.hello.memory_budget_bytes)
-        return replace(
-            default,
-            host=hello.host,
-            rows_per_s=self._rate(member) or self._typical_rate() or default.rows_per_s,
-            rtt_ms=_magnitude(self.members.watch.rtt_ms(member.peer) or default.rtt_ms),
-            accumulates_f32=hello.accumulates_f32,
-            numeric_class=numeric_class(member),
-            draining=member.draining,
-        )
-
-    @staticmethod
-    def _rate(member: Member) -> float | None:
-        return None if member.link is None else member.link.kernel_rows_per_s
-
-    def _typical_rate(self) -> float | None:
-        """What is assumed of a worker that has not computed anything yet: it is like the others."""
-        rates = sorted(rate for member in self.members.present() if (rate := self._rate(member)) is not None)
-        return rates[len(rates) // 2] if rates else None
-
     async def _place(self, workers: list[str]) -> None:
-        specs = [self._spec(peer) for peer in workers]
+        specs = [self._specs.of(peer) for peer in workers]
         newcomers = [peer for peer in workers if peer not in self._considered]
         self._considered = {spec.peer: spec for spec in specs}
         previous = self.coverage.current or self.coverage.wanted
@@ -333,6 +331,17 @@ class Placer:
         self._let_go()
         self._changed.set()
 
+    def believed(self, member: Member, share: Placement) -> Agreement | None:
+        return self._inheritance.believed(member, share)
+
+    def spend(self, member: Member) -> None:
+        self._inheritance.spend(member)
+
+    @property
+    def idle(self) -> bool:
+        """Nobody waits for a token."""
+        return self._engine.statistics().batcher.running == 0
+
     async def proven(self) -> None:
         """Begin the wanted epoch once it is proven; tell the workers which epoch runs.
 
@@ -348,6 +357,7 @@ class Placer:
                     self.assign(member)
             _log.info("epoch.begun", term=wanted.term, epoch=wanted.epoch)
         self.usable_changed()
+        self._inheritance.leave(self.coverage)
         await self._engine.step_boundary()  # what was dispatched under the old epoch has been answered
         current = self.coverage.current
         if current is None or self.coverage.wanted is not None:
@@ -372,25 +382,15 @@ class Placer:
 
     # -- reports ------------------------------------------------------------------------------------------------
 
-    def _there(self) -> list[WorkerSpec]:
-        return [self._spec(str(member.peer)) for member in self.members.present()]
+    def report(self) -> dict[str, Any] | None:
+        """The placement that serves, or is prepared, described for people; None if there is none."""
+        placement = self.coverage.current or self.coverage.wanted
+        return None if placement is None else self._specs.describe(placement)
 
-    def describe(self) -> PlacementReport | None:
-        """The placement that serves, or is prepared, on the workers as they are now; None if there is none."""
-        target = self.coverage.current or self.coverage.wanted
-        if target is None:
-            return None
-        names = {str(peer): member.name for peer, member in self.members.by_peer.items()}
-        return describe(
-            target, self.layers, self._there(), replicas=self._settings.replicas, output=self._ask_f32, names=names
-        )
-
-    def without(self, peer: str) -> Loss | None:
+    def without(self, peer: str) -> dict[str, Any] | None:
         """What the loss of a peer would cost; None if there is no placement."""
-        target = self.coverage.current or self.coverage.wanted
-        if target is None:
-            return None
-        return without(target, self.layers, self._there(), peer, replicas=self._settings.replicas, output=self._ask_f32)
+        placement = self.coverage.current or self.coverage.wanted
+        return None if placement is None else self._specs.without(placement, peer)
 
     def _quantizable(self, choice: ActivationsChoice) -> frozenset[int]:
         """The layers whose activations travel as Q8_0."""
@@ -401,11 +401,6 @@ class Placer:
             return frozenset(layer.layer for layer in layers if layer.n_in % Q8_0_BLOCK_VALUES == 0)
         programs = [ExpertProgram.from_bytes(program) for program in self._manifest.programs]
         return frozenset(layer.layer for layer in layers if q8_0_is_exact(layer, programs[layer.program]))
-
-
-def _magnitude(rtt_ms: float) -> float:
-    """A round trip up to the next power of two: what wavers by less must not move experts."""
-    return max(RTT_MS_MIN, 2.0 ** math.ceil(math.log2(rtt_ms))) if rtt_ms > 0 else RTT_MS_MIN
 
 
 def _hard(spec: WorkerSpec) -> tuple[object, ...]:

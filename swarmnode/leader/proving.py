@@ -6,8 +6,8 @@ nothing if it still holds it), proves it again, and serves.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol
 
 import structlog
 import trio
@@ -24,6 +24,8 @@ from swarmnode.net.interface import Network, PeerId
 
 _log = structlog.get_logger(__name__)
 
+_IDLE_LOOK_S: Final = 1.0
+
 
 class Owner(Protocol):
     """Whom the prover asks and tells: the placer."""
@@ -39,6 +41,16 @@ class Owner(Protocol):
 
     async def proven(self) -> None:
         """Somebody has proven its share."""
+
+    def believed(self, member: Member, share: Placement) -> Agreement | None:
+        """A verdict that a predecessor left, if this worker need not prove its share before it serves."""
+
+    def spend(self, member: Member) -> None:
+        """That verdict is used up."""
+
+    @property
+    def idle(self) -> bool:
+        """No request is running."""
 
 
 class Prover:
@@ -108,20 +120,15 @@ class Prover:
                 member.phase = "ready"
                 return
             member.phase = "probing"
-            link, held = await self._open_link(member), share.held_by(str(member.peer))
-            agreement = await probe(
-                link,
-                self._reference,
-                self._manifest,
-                held,
-                term=share.term,
-                epoch=share.epoch,
-                partial_sums=self._partial_sums,
-                ask_f32=self._ask_f32,
-            )
+            link = await self._open_link(member)
+            believed = self._owner.believed(member, share)
+            agreement = believed or await self._probe(link, share)
             if link.closed is not None:
                 raise link.closed
-            self._passed(member, share, held, agreement)
+            self._passed(member, share, agreement)
+            if believed is not None:
+                self._owner.spend(member)
+                self.start(self._probe_when_idle, member)
             passed = True
         except SwarmError as error:
             self.failed(member, error)
@@ -132,9 +139,34 @@ class Prover:
         elif passed:
             await self._owner.proven()
 
-    def _passed(
-        self, member: Member, share: Placement, held: Mapping[int, tuple[int, ...]], agreement: Agreement
-    ) -> None:
+    async def _probe(self, link: PeerLink, share: Placement) -> Agreement:
+        return await probe(
+            link,
+            self._reference,
+            self._manifest,
+            share.held_by(str(link.peer)),
+            term=share.term,
+            epoch=share.epoch,
+            partial_sums=self._partial_sums,
+            ask_f32=self._ask_f32,
+        )
+
+    async def _probe_when_idle(self, member: Member) -> None:
+        """Make up for the proof that a worker was spared, while nobody waits for an answer."""
+        link = member.link
+        while not self._owner.idle:  # noqa: ASYNC110 - it is looked at rarely, and nobody waits for it
+            await trio.sleep(_IDLE_LOOK_S)
+        share = self._owner.share_of(str(member.peer))
+        if link is None or member.link is not link or share is None or not member.is_usable(share.term, share.epoch):
+            return  # it has to prove itself anyway
+        try:
+            member.agreement = await self._probe(link, share)
+            _log.info("probe.made_up", peer=member.peer, name=member.name, epoch=share.epoch)
+        except SwarmError as error:
+            if link.closed is None and self._owner.share_of(str(member.peer)) is share:
+                link.fail("bad_reply", error.message)  # which lets it rest
+
+    def _passed(self, member: Member, share: Placement, agreement: Agreement) -> None:
         member.proven.add((share.term, share.epoch))
         member.agreement, member.phase, member.error = agreement, "ready", None
         member.failing_since_s, member.failures, member.given_up = None, 0, 0
@@ -143,7 +175,7 @@ class Prover:
             peer=member.peer,
             name=member.name,
             epoch=share.epoch,
-            experts=sum(map(len, held.values())),
+            experts=sum(map(len, share.held_by(str(member.peer)).values())),
             bit_identical=agreement.bit_identical,
         )
 

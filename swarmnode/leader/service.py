@@ -22,6 +22,7 @@ from backends.manifest import Manifest
 from capabilities.errors import NotReady, SwarmError
 from scheduler.answer import Vocabulary
 from scheduler.batching import Batcher
+from scheduler.placement_record import PlacementRecord
 from swarmnode.asker import only
 from swarmnode.config import Combine, Config
 from swarmnode.leader.engine import DecodeEngine
@@ -86,6 +87,10 @@ def _nobody() -> Sequence[PeerId]:
     return ()
 
 
+def _keep_nothing(_record: bytes) -> None:
+    pass
+
+
 class Leader:
     """Run `run` in a nursery, once. `reason` says why no model is active yet."""
 
@@ -101,6 +106,8 @@ class Leader:
         borrow: Callable[[Manifest], Obtain] | None = None,
         backbone: Callable[[], Sequence[PeerId]] = _nobody,
         on_covers: Callable[[bool], None] = _ignore,
+        inherited: PlacementRecord | None = None,
+        on_record: Callable[[bytes], None] = _keep_nothing,
     ) -> None:
         """term: which leadership this is; it fences what is dispatched.
 
@@ -110,6 +117,7 @@ class Leader:
         borrow: how experts are had for a moment, to probe with, of a model whose file is not here.
         backbone: the other peers that may have that file, and to which workers are connected.
         on_covers: called with `covers` whenever that changes.
+        inherited: the newest record that a predecessor left. on_record: gets this leader's own, whenever it changes.
         """
         network = protocols.network
         self.term = term
@@ -124,6 +132,8 @@ class Leader:
         self._last_epoch = 0
         self._on_covers = on_covers
         self._covered = False
+        self._inherited = inherited
+        self._on_record = on_record
         self._config = config
         self._threads = threads
         self._models_changed = trio.Event()
@@ -268,6 +278,8 @@ class Leader:
             self.term,
             sources=partial(self._sources, opened),
             changed=self._look_at_coverage,
+            inherited=self._inherited,
+            on_record=self._on_record,
         )
         placer.last_epoch = self._last_epoch  # a worker may still hold another model's under an earlier one
         prompts = PromptService(

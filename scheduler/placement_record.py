@@ -1,0 +1,104 @@
+"""What a leader leaves to its successor: who holds what, and what the probe found of them.
+
+A new leader starts from it: nothing moves, and a worker that names the very set in its memory (term and epoch) needs no
+new proof before it serves. Without a record, or with one of another model, a leader starts from nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from capabilities.agreement import Agreement
+from capabilities.errors import PeerMistake
+from capabilities.packing import INTEGER_MAX, PEER_ID_CHARS_MAX, Fields, Plain, decode, pack
+from scheduler.placement import Placement
+
+FORMAT: Final = 1
+RECORD_BYTES_MAX: Final = 4 << 20  # 48 layers of 256 experts with eight copies each take 0.2 MB
+PEERS_MAX: Final = 4096
+HASH_BYTES: Final = 32
+_WHAT: Final = "placement record"
+_NOBODY: Final = 0xFFFF
+_LAYER: Final = np.dtype([("layer", "<u2"), ("experts", "<u2"), ("copies", "u1")])
+_VERDICT: Final = np.dtype([("peer", "<u2"), ("identical", "u1"), ("numbers", "<f8", 4)])
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRecord:
+    """The placement of a term and epoch for the model of `manifest` (its id); proven: holders with their verdicts."""
+
+    manifest: str
+    placement: Placement
+    proven: Mapping[str, Agreement]
+
+    @property
+    def name(self) -> tuple[int, int]:
+        """Term and epoch: the newest record is the greatest."""
+        return self.placement.term, self.placement.epoch
+
+    def to_bytes(self) -> bytes:
+        peers = self.placement.peers()
+        index = {peer: i for i, peer in enumerate(peers)}
+        layers, rows = [], []
+        for layer, holders in sorted(self.placement.holders.items()):
+            copies = max(map(len, holders))
+            layers.append((layer, len(holders), copies))
+            table = np.full((len(holders), copies), _NOBODY, "<u2")
+            for expert, held_by in enumerate(holders):
+                table[expert, : len(held_by)] = [index[peer] for peer in held_by]
+            rows.append(table.tobytes())
+        verdicts = [
+            (index[peer], a.bit_identical, (a.max_abs_diff, a.median_relative_l2, a.worst_relative_l2, a.min_cosine))
+            for peer, a in sorted(self.proven.items())
+            if peer in index
+        ]
+        fields: tuple[Plain, ...] = (
+            FORMAT,
+            self.placement.term,
+            self.placement.epoch,
+            bytes.fromhex(self.manifest),
+            "\n".join(peers).encode(),
+            np.array(layers, _LAYER).tobytes(),
+            b"".join(rows),
+            np.array(verdicts, _VERDICT).tobytes(),
+        )
+        return pack(fields)
+
+    @classmethod
+    def from_bytes(cls, data: object) -> PlacementRecord:
+        """Raises PeerMistake if it is none."""
+        return decode(data, _WHAT, RECORD_BYTES_MAX, cls._read)
+
+    @classmethod
+    def _read(cls, value: object) -> PlacementRecord:
+        fields = Fields(value, 8, _WHAT)
+        fields.format(FORMAT)
+        term, epoch = fields.integer("term", INTEGER_MAX), fields.integer("epoch", INTEGER_MAX)
+        manifest = fields.blob("manifest", HASH_BYTES, HASH_BYTES).hex()
+        try:
+            peers = fields.blob("peers", PEERS_MAX * (PEER_ID_CHARS_MAX + 1)).decode("ascii").split("\n")
+            layers = np.frombuffer(fields.blob("layers", RECORD_BYTES_MAX), _LAYER).tolist()
+            holders = _holders(layers, np.frombuffer(fields.blob("holders", RECORD_BYTES_MAX), "<u2"), peers)
+            verdicts = np.frombuffer(fields.blob("verdicts", RECORD_BYTES_MAX), _VERDICT).tolist()
+            proven = {peers[peer]: Agreement(bool(same), *map(float, numbers)) for peer, same, numbers in verdicts}
+        except (ValueError, IndexError) as error:
+            raise PeerMistake(f"{_WHAT}: {error!s:.100}") from None
+        return cls(manifest, Placement(term, epoch, holders), proven)
+
+
+def _holders(
+    layers: list[tuple[int, int, int]], table: np.ndarray[tuple[int, ...], np.dtype[np.uint16]], peers: list[str]
+) -> dict[int, tuple[tuple[str, ...], ...]]:
+    """Raises ValueError or IndexError where the sizes do not fit."""
+    holders, start = {}, 0
+    for layer, experts, copies in layers:
+        rows = table[start : start + experts * copies].reshape(experts, copies).tolist()
+        holders[layer] = tuple(tuple(peers[peer] for peer in row if peer != _NOBODY) for row in rows)
+        start += experts * copies
+    if start != len(table):
+        raise ValueError("holders are left over")
+    return holders

@@ -1,0 +1,65 @@
+"""From one leader to the next: the placement that a predecessor left, its verdicts, and what this one leaves.
+
+A verdict is believed of a worker that names the very set in its memory, and once: if its stay or its link breaks, it
+must prove itself like anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from backends.manifest import Manifest
+from capabilities.agreement import Agreement
+from scheduler.placement import Placement
+from scheduler.placement_record import PlacementRecord
+from swarmnode.leader.coverage import Coverage
+from swarmnode.leader.members import Member, Members
+from swarmnode.net.interface import PeerId
+
+
+class Inheritance:
+    """`record` is what to start from, None if there is nothing that fits. keep: gets what is left, as bytes."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        members: Members,
+        record: PlacementRecord | None,
+        keep: Callable[[bytes], None],
+    ) -> None:
+        self.record = record if record is not None and _fits(record, manifest) else None
+        self._manifest = manifest
+        self._members = members
+        self._keep = keep
+        self._spent: set[str] = set()  # whose verdict has been used
+        self._left: tuple[int, int, frozenset[str]] | None = None
+
+    def believed(self, member: Member, share: Placement) -> Agreement | None:
+        """What the predecessor found of a worker that still has in memory what it held then."""
+        record, peer = self.record, str(member.peer)
+        if record is None or share.holders != record.placement.holders or record.name not in member.hello.holding:
+            return None
+        return None if peer in self._spent else record.proven.get(peer)
+
+    def spend(self, member: Member) -> None:
+        """From now on this worker must prove itself."""
+        self._spent.add(str(member.peer))
+
+    def leave(self, coverage: Coverage) -> None:
+        """Leave to a successor what serves now, if that is news."""
+        current = coverage.current
+        if current is None:
+            return
+        serving = {peer for peer, placement in coverage.answering.items() if placement is current}
+        news = current.term, current.epoch, frozenset(serving)
+        if news == self._left:
+            return
+        self._left = news
+        verdicts = {peer: self._members.by_peer[PeerId(peer)].agreement for peer in serving}
+        proven = {peer: verdict for peer, verdict in verdicts.items() if verdict is not None}
+        self._keep(PlacementRecord(self._manifest.id, current, proven).to_bytes())
+
+
+def _fits(record: PlacementRecord, manifest: Manifest) -> bool:
+    experts = {layer: len(holders) for layer, holders in record.placement.holders.items()}
+    return record.manifest == manifest.id and experts == {spec.layer: spec.n_expert for spec in manifest.layers}
