@@ -69,15 +69,19 @@ def _open_regular(path: Path, index: int) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO's open would wait for its writer
     except FileNotFoundError:
-        raise GGUFError("no such file" if index == 0 else f"is missing: part {index + 1} of this model") from None
+        if index == 0:
+            raise GGUFError("no such file", hint="Check the path.") from None
+        hint = "Put all parts of a split model into one folder, under the names that they were published with."
+        raise GGUFError(f"is missing: part {index + 1} of this model", hint=hint) from None
     except OSError as error:
-        raise GGUFError(f"cannot be read: {error.strerror}") from None
+        raise GGUFError(f"cannot be read: {error.strerror}", hint="Check the file's owner and mode.") from None
     except ValueError:
         raise GGUFError("is not a possible path") from None  # it holds a NUL
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         os.close(fd)
-        raise GGUFError("is a directory" if stat.S_ISDIR(mode) else "is not a regular file")
+        kind = "is a directory" if stat.S_ISDIR(mode) else "is not a regular file"
+        raise GGUFError(kind, hint="Name the model's GGUF file; of a split one the first part.")
     return fd
 
 
@@ -125,7 +129,8 @@ class GGUFFile:
             for part in opened:
                 part.close()
             if isinstance(error, GGUFError):
-                raise BadModelFile(f"{gguf_header.shown(current.name)}: {error}", path=str(current)) from None
+                message = f"{gguf_header.shown(current.name)}: {error}"
+                raise BadModelFile(message, hint=error.hint, path=str(current)) from None
             raise
 
     @property

@@ -32,7 +32,14 @@ _OTHER_FORMATS = {
 
 
 class GGUFError(Exception):
-    """What is wrong with a model file, in one line that does not name the file (gguf_file.py adds it)."""
+    """What is wrong with a model file, in one line that does not name the file (gguf_file.py adds it).
+
+    `hint` says what to do next where that is not to fetch the file again.
+    """
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ somebody else's bytes and never takes the daemon down; all others are about this
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -16,13 +17,14 @@ _DETAIL_KEYS = frozenset({"layer", "experts", "peer", "cause", "request_id", "re
 _LIST_LIMIT = 4_096
 
 
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 _KINDS: dict[str, type[SwarmError]] = {}
 
 
 class SwarmError(Exception):
     """Base of all typed errors. `type` is the name on the wire; `hint` says what to do next."""
 
-    type: ClassVar[str] = "internal"
+    type: str = "internal"
     default_hint: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
@@ -41,12 +43,19 @@ class SwarmError(Exception):
 
     @staticmethod
     def from_json(value: Mapping[str, Json]) -> SwarmError:
-        """Rebuild an error that a peer or daemon sent. Unknown types become `Internal`; texts and details are cut."""
-        kind = _KINDS.get(str(value.get("type")), Internal)
+        """Rebuild an error that a peer or daemon sent; texts and details are cut.
+
+        A type that is not known here (of a newer version, or of a part that is not loaded) keeps its name.
+        """
+        name = str(value.get("type"))
+        kind = _KINDS.get(name, SwarmError)
         message = str(value.get("message", "no message"))[:_TEXT_LIMIT]
         hint = str(value.get("hint", ""))[:_TEXT_LIMIT]
         details = {k: _bounded(v) for k, v in value.items() if k in _DETAIL_KEYS}
-        return kind(message, hint=hint, **details)
+        error = kind(message, hint=hint, **details)
+        if _NAME.fullmatch(name):
+            error.type = name
+        return error
 
 
 def _bounded(value: Json) -> Json:

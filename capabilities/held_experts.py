@@ -77,6 +77,17 @@ class HeldExperts:
         return held
 
 
+def covers_all(n_expert: Mapping[int, int], held: Iterable[HeldExperts]) -> bool:
+    """Whether they hold every expert of a model together. `n_expert`: how many each layer has."""
+    masks = dict.fromkeys(n_expert, 0)
+    for each in held:
+        for first, layers, mask in each.entries:
+            for layer in range(first, first + layers):
+                if layer in masks:
+                    masks[layer] |= mask
+    return all(masks[layer] & (full := (1 << count) - 1) == full for layer, count in n_expert.items())
+
+
 def _mask(experts: Iterable[int]) -> int:
     mask = 0
     for expert in experts:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import ClassVar, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from capabilities.backbone import ENACTMENT_BYTES_MAX, SET_BYTES_MAX, VOTE_FILE_BYTES, BackboneSet, Enactment
 from capabilities.certificates import MANDATE_BYTES_MAX, Mandate
@@ -26,8 +26,8 @@ _FORMAT: Final = 1
 class DamagedState(SwarmError):
     """A file that must be trusted is not what was written."""
 
-    type: ClassVar[str] = "damaged_state"
-    default_hint: ClassVar[str] = (
+    type = "damaged_state"
+    default_hint = (
         "Move the file away, remove this peer from the backbone and add it anew. Never restore it from a backup."
     )
 

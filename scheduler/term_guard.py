@@ -11,8 +11,6 @@ accept.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from capabilities.backbone import Verify, VerifyOwner
 from capabilities.certificates import Mandate
 from capabilities.errors import PeerMistake, SwarmError
@@ -22,8 +20,8 @@ from scheduler.election_state import DamagedState, seal, unseal
 class StaleTerm(SwarmError):
     """An order of a term that is over. Details: `term`, the newer one."""
 
-    type: ClassVar[str] = "stale_term"
-    default_hint: ClassVar[str] = "Another leader was elected since; ask it."
+    type = "stale_term"
+    default_hint = "Another leader was elected since; ask it."
 
 
 class UncertifiedTerm(SwarmError):
@@ -32,8 +30,8 @@ class UncertifiedTerm(SwarmError):
     Details: `term`, the newest that it has one of.
     """
 
-    type: ClassVar[str] = "uncertified_term"
-    default_hint: ClassVar[str] = "A leader shows its term's mandate before it gives orders."
+    type = "uncertified_term"
+    default_hint = "A leader shows its term's mandate before it gives orders."
 
 
 def to_file(mandate: Mandate) -> bytes:

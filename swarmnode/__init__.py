@@ -3,14 +3,15 @@
 Start with `daemon` (everything that runs, on one page), then `leader` and `worker`.
 
     cli               swarmnode and swarmctl
-    daemon            the nursery tree
-    leader, worker    the two roles; named_swarm: where the configuration names who leads
+    daemon            the nursery tree; node: a member's life, participant: all that it runs in its swarm
+    leader, worker    the two roles; candidate: who may lead; named_swarm: where the configuration names who does
     net               libp2p behind one interface, and the same interface without a network
     shards            experts from peer to peer, and their cache on disk
     leadership        who leads, as the other parts see it
     backbone          elections, and what every member hears of them
     asker             prompts from any peer to the leader
-    handlers, status  what swarmctl may ask of a daemon (control, control_client: the socket in between)
+    handlers, status  what swarmctl may ask of a daemon (control, control_client: the socket in between;
+                      status_service: between nodes, mesh: what adverts add)
     models            the models that this node knows; model_check judges one before it is added
     model_keeper      fetches the one that the swarm serves; model_choice says which one a leader serves
 
@@ -19,10 +20,12 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
     pinger                                              who still answers
 
     compute                                             the expert backend that the configuration names
+    machine_parts                                       all that a daemon has of its machine
     measuring, measure_child, measured                  what it really does: asked of its kernels, in a child process
     self_description                                    what this node's advert says
     config, paths, logs, identity, durable, threads     what a daemon has on its machine (printable, version, machine)
     local_experts, local_swarm, undivided, demo, bench  whole swarms on one machine, and llama.cpp beside them
+    local_founding                                      the records of such a swarm
     bootstrap                                           set-up, on the standard library alone
 
 Nothing is imported here: commands must start at once.

@@ -37,6 +37,9 @@ class Asker(Protocol):
         """An async context manager that gives an async iterator of replies, the last one Done or Failed."""
 
 
+FIRST_LEADER_S: Final = 2.0  # most elections are over by then; who asks a swarm without a majority hears so soon
+
+
 class FollowingAsker:
     """Prompts over the network to the leader that `view` knows, and on to the next one if that is lost.
 
@@ -102,15 +105,24 @@ class _Request:
         self._places = places
         self._ask = ask
         self._nursery = nursery
+        self._no_leader_s = no_leader_s
         self._attempts = Attempts(
             ask.request_id, trio.current_time(), deadline_s=ask.deadline_s, no_leader_s=no_leader_s
         )
         self._send, self._receive = trio.open_memory_channel[_Event](EVENTS_MAX)
         self._scope = trio.CancelScope()  # of the newest attempt
 
+    async def _expect_leader(self) -> None:
+        """Where nobody leads, give an election that is under way its time; a swarm without one answers soon after."""
+        with trio.move_on_after(FIRST_LEADER_S):
+            while self._view.leader is None:
+                await self._view.changed()
+
     async def replies(self) -> AsyncGenerator[Reply, None]:
         """What to show, the last one Done or Failed."""
         attempts = self._attempts
+        if self._no_leader_s:
+            await self._expect_leader()
         leader = _leading(self._view)
         self._nursery.start_soon(self._watch, leader)
         for reply in self._obey(attempts.begin(leader, self._view.reason, trio.current_time())):

@@ -106,8 +106,11 @@ class NodeConfig(_Section):
 class SwarmConfig(_Section):
     """The swarm that this daemon belongs to."""
 
-    role: Literal["leader", "worker"] = "leader"
-    """leader: holds the trunk, routes, samples. worker: holds experts and computes them. Both take prompts."""
+    role: Literal["member", "leader", "worker"] = "member"
+    """member: whatever the swarm needs that this daemon belongs to: `swarmctl init` makes one, `swarmctl join TOKEN`
+    enters one, and its backbone elects the leader. The other two are for a fixed set of machines without elections:
+    leader holds the trunk, routes, samples; worker holds experts and computes them for the leader named below. All take
+    prompts."""
 
     leader: Annotated[str, AfterValidator(_check_leader)] = ""
     """Workers: where the leader is and which key it must prove. `swarmctl status` there prints both parts, its address
@@ -126,11 +129,15 @@ class SwarmConfig(_Section):
     """Leader: copies of each expert, on different machines, where memory allows. With two, any one machine may be lost
     in the middle of an answer. A third costs as much memory as the second and is needed far less."""
 
+    mdns: bool = True
+    """Members find each other on the local network by multicast DNS. What is announced names neither the swarm nor its
+    key to strangers. Off: only by the addresses that are known from the invite and from other members."""
+
     @model_validator(mode="after")
     def _role_fits(self) -> Self:
         if self.role == "worker" and not self.leader:
             raise ValueError('a worker must know its leader: set leader = "/ip4/ADDRESS/tcp/PORT/p2p/PEER_ID"')
-        if self.role == "leader" and self.leader:
+        if self.role != "worker" and self.leader:
             raise ValueError('leader is for workers: set role = "worker", or leave it empty')
         return self
 

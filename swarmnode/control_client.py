@@ -33,8 +33,9 @@ CONNECT_SECONDS_MAX: Final = 5.0
 """Connecting and sending the request. The kernel does both for a daemon that is alive, however busy."""
 
 KEEPALIVE_SECONDS: Final = 2.0
-SILENCE_SECONDS_MAX: Final = 30.0
-"""A busy daemon can be kept from its event loop for seconds (a step of a long prompt), never this long."""
+SILENCE_SECONDS_MAX: Final = 15.0
+"""A busy daemon can be kept from its event loop for seconds (a step of a long prompt), never this long. It is what a
+person waits in front of a daemon that was suspended."""
 
 RECEIVE_BYTES: Final = 1 << 16
 

@@ -1,13 +1,15 @@
 """The daemon. This file is the whole nursery tree: read it to know what runs.
 
-control socket                            for swarmctl
-open the network (libp2p)
-  the leader that the configuration names, or one of its workers    named_swarm.py
+control socket, for swarmctl
+the node
+  a member of a swarm, or of none yet                               node.py, participant.py
+  or the leader that the configuration names, or one of its workers  named_swarm.py
 """
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Awaitable, Callable
 
 import structlog
 import trio
@@ -18,9 +20,10 @@ from swarmnode.config import Config
 from swarmnode.control import serve_control
 from swarmnode.handlers import Handlers
 from swarmnode.identity import Identity, load_or_create_identity, lock_data_folder
-from swarmnode.named_swarm import NamedLeader, NamedWorker
+from swarmnode.named_swarm import NamedLeaderNode, NamedWorkerNode
 from swarmnode.net.interface import ListenFailed
 from swarmnode.net.libp2p_host import open_libp2p_network
+from swarmnode.node import Node
 from swarmnode.paths import Paths
 from swarmnode.threads import claim_threads
 
@@ -45,25 +48,46 @@ def run(config: Config, paths: Paths) -> None:
 
 
 async def _main(config: Config, paths: Paths, identity: Identity, threads: int) -> None:
-    async with (
-        open_libp2p_network(identity, config.node.listen) as network,
-        trio.open_nursery() as nursery,
-    ):
-        nursery.start_soon(_stop_on_signal, nursery.cancel_scope)
-        node: NamedLeader | NamedWorker
-        if config.swarm.role == "leader":
-            node = NamedLeader(network, config, paths, threads)
+    async with trio.open_nursery() as nursery:
+        if config.swarm.role == "member":
+            node = await Node.open(config, paths, identity, threads)
+            nursery.start_soon(_stop_on_signal, nursery.cancel_scope, node.goodbye)
+            handlers = {**Handlers(node).table(), **node.commands.table()}
+            await nursery.start(serve_control, paths.socket_to_bind(), handlers)
+            _log.info("daemon.started", peer_id=identity.peer_id, threads=threads)
+            await node.run()
         else:
-            node = await NamedWorker.open(network, config, paths, threads)
+            nursery.start_soon(_stop_on_signal, nursery.cancel_scope)
+            await _run_named(config, paths, identity, threads)
+
+
+async def _run_named(config: Config, paths: Paths, identity: Identity, threads: int) -> None:
+    async with open_libp2p_network(identity, config.node.listen) as network, trio.open_nursery() as nursery:
+        node: NamedLeaderNode | NamedWorkerNode
+        if config.swarm.role == "leader":
+            node = NamedLeaderNode(network, config, paths, threads)
+        else:
+            node = await NamedWorkerNode.open(network, config, paths, threads)
         await nursery.start(serve_control, paths.socket_to_bind(), Handlers(node).table())
-        nursery.start_soon(node.run)
         _log.info("daemon.started", peer_id=network.peer_id, addresses=network.addresses, threads=threads)
-        await trio.sleep_forever()
+        await node.run()
 
 
-async def _stop_on_signal(scope: trio.CancelScope) -> None:
+async def _nothing() -> None:
+    pass
+
+
+async def _stop_on_signal(scope: trio.CancelScope, goodbye: Callable[[], Awaitable[None]] = _nothing) -> None:
+    """End the daemon at the first signal, after `goodbye`; at the second one without."""
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async for number in signals:
-            _log.info("daemon.stopping", signal=signal.Signals(number).name)
-            scope.cancel()
-            return
+        async with trio.open_nursery() as nursery:
+            async for number in signals:
+                _log.info("daemon.stopping", signal=signal.Signals(number).name)
+                if nursery.child_tasks:
+                    scope.cancel()
+                nursery.start_soon(_end, scope, goodbye)
+
+
+async def _end(scope: trio.CancelScope, goodbye: Callable[[], Awaitable[None]]) -> None:
+    await goodbye()
+    scope.cancel()

@@ -44,6 +44,15 @@ class Services(Protocol):
 
     async def status(self) -> Mapping[str, Any]: ...
 
+    async def placement(self, without: str | None) -> Mapping[str, Any]:
+        """Who holds what (`swarmctl placement`); `without`: what the loss of that peer would cost, too."""
+
+    async def drain(self, on: bool) -> Mapping[str, Any]:
+        """Ask to hold nothing more and to lead no longer, or take that back."""
+
+    async def use_model(self, name: str) -> Mapping[str, Any]:
+        """Make one of this node's models the one that the swarm serves."""
+
     def check_may_add(self) -> None:
         """UsageError unless models are added and removed on this node."""
 
@@ -65,15 +74,25 @@ class Handlers:
         return {
             "status": self.status,
             "ask": self.ask,
+            "placement": self.placement,
+            "drain": self.drain,
             "statistics": self.statistics,
             "model_add": self.model_add,
             "model_list": self.model_list,
             "model_show": self.model_show,
+            "model_use": self.model_use,
             "model_remove": self.model_remove,
         }
 
     async def status(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
         return await self._services.status()
+
+    async def placement(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
+        without = params.get("without")
+        return await self._services.placement(None if without is None else _text(params, "without"))
+
+    async def drain(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
+        return await self._services.drain(params.get("on") is not False)
 
     async def statistics(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
         """Counters for measurements. `timed` switches the timing of the decode thread's own work on or off."""
@@ -172,11 +191,14 @@ class Handlers:
         if manifest.id == self._services.active_model():
             raise UsageError(
                 f"{name} is the model that the swarm serves now",
-                hint="Name another one as leader.model and restart the leader, then remove it.",
+                hint="`swarmctl model use NAME` makes it serve another one; then remove this one.",
             )
         await trio.to_thread.run_sync(self._models.remove, name)
         self._services.models_changed()
         return {"removed": name}
+
+    async def model_use(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
+        return await self._services.use_model(_text(params, "name"))
 
     def _mark(self, model: dict[str, Any]) -> dict[str, Any]:
         return {**model, "active": model["id"] == self._services.active_model()}

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from capabilities.errors import DeadlineExceeded, Internal, NoDaemon
 from swarmnode.control_client import Call, request
+from swarmnode.local_founding import LocalFounding
 from swarmnode.paths import find_paths
 
 START_SECONDS_MAX: Final = 60.0
@@ -48,6 +49,7 @@ class LocalNode:
     process: subprocess.Popen[bytes] | None = None
     enter: tuple[str, ...] = ()  # words before the command: where it is to run
     core: int | None = None  # the only one that it may use
+    _peer_id: str = ""
 
     @property
     def socket(self) -> Path:
@@ -77,6 +79,26 @@ class LocalNode:
             )
             if sys.platform == "linux" and self.core is not None:
                 os.sched_setaffinity(self.process.pid, {self.core})  # its threads, which are still to come, inherit it
+
+    @property
+    def peer_id(self) -> str:
+        """Known once the daemon was up."""
+        return self._peer_id
+
+    def keep_port(self) -> str:
+        """The first address that the daemon listens on, which it keeps when it is started again."""
+        deadline = time.monotonic() + START_SECONDS_MAX
+        while not (status := self.status())["addresses"]:  # a member's network opens after its control socket
+            self.check_alive()
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"{self.name} listens nowhere: {status['reason']}", hint=f"See {self.log}.")
+            time.sleep(_POLL_S)
+        address: str = status["addresses"][0]
+        self._peer_id = status["self"]
+        port = address.split("/tcp/")[1].split("/")[0]
+        self.settings = _merge(self.settings, {"node": {"listen": [f"/ip4/127.0.0.1/tcp/{port}"]}})
+        self.write_settings()
+        return address
 
     def write_settings(self) -> Path:
         """The configuration file, as the daemon reads it when it starts (again)."""
@@ -146,10 +168,12 @@ class LocalNode:
 
 
 class LocalSwarm:
-    """One leader and `workers` workers under `root`. Start it as a context manager.
+    """`leader` and `workers` workers under `root`. Start it as a context manager.
 
-    `own_cores` (Linux): each worker stays on one core, in turns, as if that were its machine. Otherwise the kernel
-    wakes two of them on the same core every so often, where one waits until the other has computed.
+    backbone: 0 makes a swarm whose configuration names the leader. Otherwise so many of the nodes elect it, the one
+    called leader among them; who that is in the end may change, so ask `current_leader`.
+    own_cores (Linux): each worker stays on one core, in turns, as if that were its machine. Otherwise the kernel wakes
+    two of them on the same core every so often, where one waits until the other has computed.
     """
 
     def __init__(
@@ -157,6 +181,7 @@ class LocalSwarm:
         root: Path,
         workers: int,
         *,
+        backbone: int = 0,
         leader: Settings | None = None,
         worker: Settings | None = None,
         each: Settings | None = None,
@@ -164,21 +189,20 @@ class LocalSwarm:
     ) -> None:
         base: dict[str, dict[str, Any]] = {"node": {"listen": ["/ip4/127.0.0.1/tcp/0"]}, "log": {"format": "json"}}
         merged = _merge(base, each or {})
-        self.leader = LocalNode(
-            "leader",
-            root / "leader",
-            _merge(
-                merged,
-                {"node": {"name": "leader"}, "swarm": {"role": "leader", "workers_expected": workers}},
-                leader or {},
-            ),
-        )
-        self.workers = [
-            LocalNode(
-                f"worker-{i}", root / f"worker-{i}", _merge(merged, {"node": {"name": f"worker-{i}"}}, worker or {})
-            )
-            for i in range(1, workers + 1)
-        ]
+        leads = _merge({"swarm": {"workers_expected": workers}}, leader or {})
+        if backbone:
+            merged = _merge(merged, {"swarm": {"role": "member", "mdns": False}}, leads)
+        else:
+            leads = _merge({"swarm": {"role": "leader"}}, leads)
+
+        def named(name: str) -> Settings:
+            apart = {"host": name} if backbone else {}  # elected, each stands for a machine of its own
+            return {"node": {"name": name, **apart}}
+
+        self.leader = LocalNode("leader", root / "leader", _merge(merged, named("leader"), leads))
+        names = [f"worker-{i}" for i in range(1, workers + 1)]
+        self.workers = [LocalNode(name, root / name, _merge(merged, named(name), worker or {})) for name in names]
+        self.backbone = backbone
         if own_cores and sys.platform == "linux":
             cores = sorted(os.sched_getaffinity(0))
             for i, node in enumerate(self.workers):
@@ -205,17 +229,34 @@ class LocalSwarm:
 
     def start(self) -> None:
         """Start all daemons and wait until each answers."""
+        founding = LocalFounding.of("local", self._backbone_folders()) if self.backbone else None
+        if founding is not None:
+            founding.enter(self.leader.folder)
         self.leader.start()
         self.leader.wait_up()
-        address = self.leader.status()["addresses"][0]
+        address = self.leader.keep_port()
         for worker in self.workers:
-            worker.settings = _merge(worker.settings, {"swarm": {"role": "worker", "leader": address}})
+            if founding is not None:
+                founding.enter(worker.folder, [address])
+            else:
+                worker.settings = _merge(worker.settings, {"swarm": {"role": "worker", "leader": address}})
             worker.start()
-        port = address.split("/tcp/")[1].split("/")[0]
-        self.leader.settings = _merge(self.leader.settings, {"node": {"listen": [f"/ip4/127.0.0.1/tcp/{port}"]}})
-        self.leader.write_settings()  # it keeps its port, so that workers find it again when it restarts
         for worker in self.workers:
             worker.wait_up()
+            if founding is not None:
+                worker.keep_port()
+
+    def _backbone_folders(self) -> list[Path]:
+        return [node.folder for node in self.nodes[: self.backbone]]
+
+    def current_leader(self) -> LocalNode | None:
+        """Who leads now, as the first node sees it that answers and knows."""
+        for node in self.nodes:
+            if node.process is not None and node.process.poll() is None and (peer := node.status()["leader"]):
+                for other in self.nodes:
+                    if other.peer_id == peer:
+                        return other
+        return None
 
     def add_model(self, path: Path, progress: Progress = _silent, *, name: str | None = None) -> dict[str, Any]:
         """`swarmctl model add` on the leader; its result."""

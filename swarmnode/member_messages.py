@@ -103,6 +103,14 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """What a worker has measured of its kernels since its hello: see Hello."""
+
+    numeric_class: str
+    accumulates_f32: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Begin:
     """The epoch serves from now on; the worker drops every other."""
 
@@ -117,7 +125,7 @@ class Refuse:
     error: SwarmError
 
 
-FromWorker = Hello | Progress | Policy
+FromWorker = Hello | Progress | Policy | Arithmetic
 FromLeader = Assign | Begin | Refuse
 
 
@@ -130,6 +138,9 @@ def encode(message: FromWorker | FromLeader) -> bytes:
             return encode_frame({"kind": "hello", **fields})
         case Policy(draining):
             return encode_frame({"kind": "policy", "draining": draining})
+        case Arithmetic(numeric_class, accumulates_f32):
+            fields = {"numeric_class": numeric_class, "accumulates_f32": accumulates_f32}
+            return encode_frame({"kind": "arithmetic", **fields})
         case Assign():
             header: dict[str, Any] = {
                 "kind": "assign",
@@ -177,6 +188,8 @@ def decode_from_worker(frame: Frame) -> FromWorker:
             )
         case "policy":
             return Policy(fields.flag("draining"))
+        case "arithmetic":
+            return Arithmetic(_clean(fields.text("numeric_class", CLASS_CHARS)), fields.flag("accumulates_f32"))
         case "progress":
             phase = fields.text("phase", 16)
             if phase not in _PHASES:

@@ -10,24 +10,20 @@ Benchmarks use it, and whoever wants a leader that never changes. Each node is w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import psutil
-import trio
-
 from backends.device import Device
 from capabilities.errors import UsageError
-from swarmnode import leadership
 from swarmnode.asker import Asker, FollowingAsker
-from swarmnode.compute import choose_compute
 from swarmnode.config import Config
 from swarmnode.durable import next_counter
 from swarmnode.leader.protocols import LeaderProtocols
 from swarmnode.leader.service import Leader
 from swarmnode.leader.trunk import Trunks
-from swarmnode.machine import machine_name
-from swarmnode.member_messages import WIRE_VERSION, Hello
+from swarmnode.leadership import NamedLeader
+from swarmnode.machine_parts import MachineParts
 from swarmnode.model_choice import ModelChoice
 from swarmnode.models import Models
 from swarmnode.net.interface import Network, PeerId
@@ -35,17 +31,25 @@ from swarmnode.paths import Paths
 from swarmnode.pinger import serve_pings
 from swarmnode.shards.service import ShardService
 from swarmnode.shards.serving import Serving
-from swarmnode.shards.store import ShardCache
-from swarmnode.status import LeaderStatus, NodeFacts, WorkerStatus
+from swarmnode.status import LeaderStatus, NodeFacts, NoMesh, Status
+from swarmnode.status_service import NodeStatus, ask_leader, serve_status
 from swarmnode.swarm.record import peer_of
-from swarmnode.version import VERSION
 from swarmnode.worker.service import Worker
+
+_HINT = 'That takes a swarm of members: [swarm] role = "member" in the configuration, then `swarmctl init` or `join`.'
 
 
 class _NamedNode:
     """What commands of a swarm without elections have in common."""
 
     leader: Leader | None
+
+    async def drain(self, on: bool) -> Mapping[str, Any]:
+        raise UsageError("the configuration names who does what here: nobody can take over", hint=_HINT)
+
+    async def use_model(self, name: str) -> Mapping[str, Any]:
+        hint = f'Set model = "{name}" under [leader] in the leader\'s configuration, and restart it.'
+        raise UsageError("the configuration names the model here", hint=hint)
 
     def active_model(self) -> str | None:
         active = None if self.leader is None else self.leader.active
@@ -56,7 +60,7 @@ class _NamedNode:
             self.leader.models_changed()
 
 
-class NamedLeader(_NamedNode):
+class NamedLeaderNode(_NamedNode):
     """The peer that leads."""
 
     def __init__(self, network: Network, config: Config, paths: Paths, threads: int) -> None:
@@ -68,8 +72,8 @@ class NamedLeader(_NamedNode):
         self.leader: Leader = Leader(LeaderProtocols(network), trunks, choose, config, threads, term)
         device = Device(config.compute.device, threads=threads)
         facts = NodeFacts.of(config, device.name, device.info.description, threads, 0)
-        self._view = LeaderStatus(network, self.leader, facts)
-        self._view.register()
+        self._view = LeaderStatus(network, self.leader, facts, NoMesh())
+        serve_status(network, self._answer)
 
     @property
     def asker(self) -> Asker:
@@ -78,57 +82,58 @@ class NamedLeader(_NamedNode):
     async def status(self) -> Mapping[str, Any]:
         return self._view.view()
 
+    async def placement(self, without: str | None) -> Mapping[str, Any]:
+        return self.leader.placement(without)
+
     def check_may_add(self) -> None:
         pass
+
+    async def _answer(self, request: Mapping[str, Any]) -> Status:
+        if request["kind"] == "placement":
+            return self.leader.placement(request.get("without"))
+        return self._view.view()
 
     async def run(self) -> None:
         await self.leader.run()
 
 
-class NamedWorker(_NamedNode):
+class NamedWorkerNode(_NamedNode):
     """A peer that computes for it. Make it with `open`."""
 
     leader = None
 
-    def __init__(self, worker: Worker, asker: Asker, view: WorkerStatus, models: Models) -> None:
+    def __init__(self, network: Network, leader: NamedLeader, models: Models, parts: MachineParts) -> None:
         self.models = models
-        self.asker = asker
-        self._worker = worker
-        self._view = view
+        self._network = network
+        self._leader = leader
+        # Nothing is measured where nothing is chosen by it; the probe compares what counts.
+        hello = replace(parts.hello(), accumulates_f32=True)
+        self._worker = Worker(network, leader, lambda: hello, parts.cache, parts.budget_bytes, parts.compute.make)
+        self._asker = FollowingAsker(network, leader, refusal=self._worker.refusal, no_leader_s=0)
+        self._view = NodeStatus(
+            network, leader, parts.facts, NoMesh(), self._worker, term=lambda: 0, refusal=self._worker.refusal
+        )
 
     @classmethod
-    async def open(cls, network: Network, config: Config, paths: Paths, threads: int) -> NamedWorker:
+    async def open(cls, network: Network, config: Config, paths: Paths, threads: int) -> NamedWorkerNode:
         """The worker, with its cache read from the disk."""
-        compute = choose_compute(config.compute, threads)
-        budget = config.node.memory_bytes(psutil.virtual_memory().available)
-        disk = config.node.disk_bytes(psutil.disk_usage(str(paths.shards)).free)
-        facts = NodeFacts.of(config, compute.name, compute.device, threads, budget)
-        host = config.node.host or await trio.to_thread.run_sync(machine_name, paths.data)
-
-        def hello() -> Hello:
-            return Hello(
-                name=facts.name,
-                version=VERSION,
-                wire=WIRE_VERSION,
-                backend=compute.name,
-                device=compute.device,
-                threads=threads,
-                memory_budget_bytes=budget,
-                q8_0=compute.rounds_as_ggml_cpu,
-                host=host,
-            )
-
-        cache = await trio.to_thread.run_sync(ShardCache, paths.shards, disk)
+        parts = await MachineParts.open(config, paths, threads)
+        models = Models(paths.models, parts.cache)
         serve_pings(network)
-        models = Models(paths.models, cache)
-        ShardService(Serving(models, cache).find).register(network)
-        named = leadership.NamedLeader(PeerId(peer_of(config.swarm.leader)), config.swarm.leader)
-        worker = Worker(network, named, hello, cache, budget, compute.make)
-        asker = FollowingAsker(network, named, refusal=worker.refusal, no_leader_s=0.0)
-        return cls(worker, asker, WorkerStatus(network, worker, facts), models)
+        ShardService(Serving(models, parts.cache).find).register(network)
+        leader = NamedLeader(PeerId(peer_of(config.swarm.leader)), config.swarm.leader)
+        return cls(network, leader, models, parts)
+
+    @property
+    def asker(self) -> Asker:
+        return self._asker
 
     async def status(self) -> Mapping[str, Any]:
         return await self._view.view()
+
+    async def placement(self, without: str | None) -> Mapping[str, Any]:
+        request = {"kind": "placement"} if without is None else {"kind": "placement", "without": without}
+        return await ask_leader(self._network, self._leader, request)
 
     def check_may_add(self) -> None:
         hint = "Run the command on the leader's machine."

@@ -68,7 +68,7 @@ def test_budgets_follow_the_machine_unless_given() -> None:
         ("[leader]\nfast = 1\nqueue_limit = -1", "[leader] queue_limit must be at least 0, not -1 (and 1 more)"),
         ("[leader]\nrequest_deadline_s = nan", "[leader] request_deadline_s must be at most 86400, not nan"),
         ("leader = 3", "[leader] must be a table of keys"),
-        ("[swarm]\nrole = 'boss'", "[swarm] role must be 'leader' or 'worker', not 'boss'"),
+        ("[swarm]\nrole = 'boss'", "[swarm] role must be 'member', 'leader' or 'worker', not 'boss'"),
         ("[node]\nlisten = '/ip4/0.0.0.0/tcp/0'", "[node] listen must be a list, not '/ip4/0.0.0.0/tcp/0'"),
         (
             "[node]\nlisten = ['/ip4/1.2.3.4/udp/3']",

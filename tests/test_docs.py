@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from scheduler import dispatch, liveness
-from swarmnode import expert_messages, limits, pinger, prompt_messages, status
+from swarmnode import expert_messages, limits, pinger, prompt_messages, status_service
 from swarmnode.backbone import election_service, leadership_messages
 from swarmnode.cli.ctl import swarmctl
 from swarmnode.cli.daemon import swarmnode
@@ -22,7 +22,7 @@ from swarmnode.config import Config, parse_config
 from swarmnode.member_messages import PROTOCOL as MEMBER_PROTOCOL
 from swarmnode.net import limits as net_limits
 from swarmnode.shards.messages import PROTOCOL as SHARDS_PROTOCOL
-from swarmnode.swarm import advert_exchange, news
+from swarmnode.swarm import advert_exchange, join_messages, news
 from tests.documents import DOCUMENTS, ROOT, Document, first_codes, read, rows
 
 PACKAGES: Final = ("backends", "capabilities", "scheduler", "swarmnode")
@@ -190,10 +190,11 @@ def test_commands_were_looked_at() -> None:
 def test_protocols_are_those_that_are_served() -> None:
     headings = re.findall(r"^## (/swarmnode/\S+)$", DOCUMENTS["protocols.md"].text, re.MULTILINE)
     modules = (
-        expert_messages, pinger, prompt_messages, status, election_service, leadership_messages, advert_exchange, news
+        expert_messages, pinger, prompt_messages, status_service, election_service, leadership_messages,
+        advert_exchange, news, join_messages,
     )  # fmt: skip
     assert set(headings) == {module.PROTOCOL for module in modules} | {MEMBER_PROTOCOL, SHARDS_PROTOCOL}
-    assert len(headings) == 10
+    assert len(headings) == 11
 
 
 def test_limits_are_those_in_force() -> None:

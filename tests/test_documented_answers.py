@@ -17,24 +17,21 @@ import pytest
 import trio
 
 from backends.add_model import add_model
-from backends.device import Device
-from backends.experts import GgmlExperts
 from capabilities.errors import SwarmError
-from swarmnode import leadership
+from scheduler.advert_findings import Finding, FindingKind
 from swarmnode.cli import common
 from swarmnode.config import parse_config
 from swarmnode.control import ControlReply
 from swarmnode.handlers import Handlers
-from swarmnode.member_messages import WIRE_VERSION, Hello, Progress
+from swarmnode.leadership import NamedLeader
+from swarmnode.machine_parts import MachineParts
+from swarmnode.member_messages import Progress
 from swarmnode.model_check import CheckReport
-from swarmnode.named_swarm import NamedLeader
-from swarmnode.net.interface import Network
+from swarmnode.models import Models
+from swarmnode.named_swarm import NamedLeaderNode, NamedWorkerNode
 from swarmnode.net.memory import open_memory_hub
 from swarmnode.paths import find_paths
 from swarmnode.pinger import serve_pings
-from swarmnode.shards.store import ShardCache
-from swarmnode.status import NodeFacts, WorkerStatus
-from swarmnode.worker.service import Worker
 from tests.documents import ROOT, first_codes, rows, section
 from tests.expert_models import quiet, tiny_file
 
@@ -54,6 +51,7 @@ class Answers(NamedTuple):
     status: Keys
     ask: Keys
     model: Keys
+    placement: Keys
 
 
 class Unheard:
@@ -69,27 +67,29 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 
 async def _collect_answers(folder: Path) -> Answers:
-    """Every key of `status`, `ask` and `model show`, over the life of a swarm of two."""
+    """Every key of `status`, `ask`, `placement` and `model show`, over the life of a swarm of two."""
     add_model(tiny_file("olmoe"), folder / "models" / "tiny", "tiny", quiet)
     config = parse_config("[swarm]\nsettle_s = 0.1\n[leader]\nparallel = 1\ncontext_tokens = 64")
-    facts = NodeFacts("node", "ggml-cpu", "CPU", 1, 1 << 30, 0.0)
     views = []
     with trio.fail_after(30):
         async with open_memory_hub() as hub, trio.open_nursery() as nursery:
             at_leader, at_worker = hub.join(), hub.join()
-            node = NamedLeader(at_leader, config, find_paths(folder), 1)
+            node = NamedLeaderNode(at_leader, config, find_paths(folder), 1)
             leader = node.leader
             views.append(await node.status())
+            paths = find_paths(folder / "worker")
+            paths.make()
+            parts = await MachineParts.open(config, paths, 1)
+            named = NamedLeader(at_leader.peer_id, at_leader.addresses[0])
             serve_pings(at_worker)
-            worker = _worker(at_worker, at_leader, folder / "cache")
-            worker_status = WorkerStatus(at_worker, worker, facts)
-            views.append(await worker_status.view())
+            worker = NamedWorkerNode(at_worker, named, Models(paths.models, parts.cache), parts)
+            views.append(await worker.status())
             nursery.start_soon(node.run)
             await _until(lambda: leader.active is not None)
             views.append(await node.status())
             nursery.start_soon(worker.run)
             await _until(lambda: leader.refusal() is None)
-            views += [await node.status(), await worker_status.view()]
+            views += [await node.status(), await worker.status()]
             (member,) = leader.members.by_peer.values()
             member.progress = Progress(1, 1, "loading", 1, 2, 1)
             views.append(await node.status())
@@ -97,20 +97,17 @@ async def _collect_answers(folder: Path) -> Answers:
             reply = cast(ControlReply, Unheard())
             answer = await handlers.ask({"prompt": "hi", "raw": True, "max_tokens": 3}, reply)
             model = await handlers.model_show({"name": "tiny"}, reply)
+            placement = dict(await worker.placement(member.name))
             nursery.cancel_scope.cancel()
-    return Answers(set().union(*map(keys_of, views)), keys_of(answer), keys_of(model))
+    placement["coverage"]["missing"] = [{"layer": 0, "expert": 0}]
+    placement["without"]["one_copy"] = placement["without"]["no_copy"]
+    views.append({"findings": [Finding(FindingKind.UNREACHABLE, "peer", "message", "hint").to_json()]})
+    return Answers(set().union(*map(keys_of, views)), keys_of(answer), keys_of(model), keys_of(placement))
 
 
 async def _until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110 (nothing tells)
         await trio.sleep(0.005)
-
-
-def _worker(network: Any, leader: Network, cache: Path) -> Worker:
-    hello = Hello("node", "1", WIRE_VERSION, "ggml-cpu", "CPU", 1, 1 << 30, False)
-    store = ShardCache(cache, 1 << 30)
-    view = leadership.NamedLeader(leader.peer_id, leader.addresses[0])
-    return Worker(network, view, lambda: hello, store, 1 << 30, lambda: GgmlExperts(Device("CPU")))
 
 
 def documented(heading: str) -> Keys:
@@ -129,6 +126,10 @@ def test_states_are_documented() -> None:
     returned = [node.value for node in ast.walk(state_of) if isinstance(node, ast.Return)]
     named = {n.value for each in returned if each for n in ast.walk(each) if isinstance(n, ast.Constant)}
     assert documented("States of a worker") == named
+
+
+def test_placement_says_what_is_documented(answers: Answers) -> None:
+    assert documented("`swarmctl placement --json`") == answers.placement
 
 
 def test_ask_says_what_is_documented(answers: Answers) -> None:

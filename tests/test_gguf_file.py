@@ -250,6 +250,9 @@ def test_every_truncation_is_noticed(tmp_path: Path) -> None:
 
 def test_what_is_no_readable_file(tmp_path: Path) -> None:
     assert "no such file" in fault_of(tmp_path / "absent.gguf")
+    with pytest.raises(BadModelFile) as caught:
+        GGUFFile.open(tmp_path / "absent.gguf")
+    assert caught.value.hint == "Check the path."
     assert "is a directory" in fault_of(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     assert "is not a regular file" in fault_of(tmp_path / "pipe")

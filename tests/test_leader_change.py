@@ -23,7 +23,7 @@ from swarmnode import leadership
 from swarmnode.asker import FollowingAsker
 from swarmnode.config import parse_config
 from swarmnode.identity import Identity
-from swarmnode.named_swarm import NamedLeader
+from swarmnode.named_swarm import NamedLeaderNode
 from swarmnode.net.interface import Network
 from swarmnode.net.libp2p_host import open_libp2p_network
 from swarmnode.paths import find_paths
@@ -66,7 +66,7 @@ def undivided(ask: Ask) -> tuple[list[int], str]:
 async def leading(folder: Path) -> AsyncIterator[Network]:
     """A node that leads, and is its own only worker."""
     async with open_libp2p_network(Identity.generate(), ["/ip4/127.0.0.1/tcp/0"]) as network:
-        node = NamedLeader(network, CONFIG, find_paths(folder), 1)
+        node = NamedLeaderNode(network, CONFIG, find_paths(folder), 1)
         cache = ShardCache(folder / "cache", 1 << 30)
         itself = leadership.NamedLeader(network.peer_id)
         worker = Worker(network, itself, lambda: hello("w"), cache, 1 << 30, slow_experts)

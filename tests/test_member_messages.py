@@ -15,6 +15,7 @@ from capabilities.errors import Internal, NotReady, PeerMistake
 from swarmnode import limits
 from swarmnode.member_messages import (
     HOLDING_MAX,
+    Arithmetic,
     Assign,
     Begin,
     FromLeader,
@@ -45,7 +46,10 @@ HELLOS = st.builds(
 )  # fmt: skip
 PHASES = st.sampled_from(["fetching", "loading", "loaded", "failed"])
 FROM_WORKER = (
-    HELLOS | st.builds(Progress, COUNTER, COUNTER, PHASES, BYTES, BYTES, BYTES) | st.builds(Policy, st.booleans())
+    HELLOS
+    | st.builds(Progress, COUNTER, COUNTER, PHASES, BYTES, BYTES, BYTES)
+    | st.builds(Policy, st.booleans())
+    | st.builds(Arithmetic, NAMES, st.booleans())
 )
 FROM_LEADER = st.builds(Begin, COUNTER, COUNTER) | st.builds(
     Assign, COUNTER, COUNTER, NAMES, st.from_regex("[0-9a-f]{64}", fullmatch=True),
@@ -126,7 +130,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-KINDS = st.sampled_from(["hello", "progress", "policy", "assign", "begin", "refuse"])
+KINDS = st.sampled_from(["hello", "progress", "policy", "arithmetic", "assign", "begin", "refuse"])
 KEYS = (
     *Hello.__slots__, *Progress.__slots__, *Policy.__slots__, "model", "manifest", "sources", "error",
 )  # fmt: skip

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 import trio
@@ -51,8 +51,8 @@ _DIALS_FOR: Final = "election"
 class NoPart(SwarmError):
     """This node takes no part in elections: the file of its votes is damaged, or cannot be written."""
 
-    type: ClassVar[str] = "no_part"
-    default_hint: ClassVar[str] = "Look at the disk and the file that the message names, then start the daemon again."
+    type = "no_part"
+    default_hint = "Look at the disk and the file that the message names, then start the daemon again."
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 daemon     swarmnode run, config, version
 ctl        swarmctl status, ask, demo, bench; models adds `swarmctl model ...`
+mesh       swarmctl placement, drain, undrain
 swarm      swarmctl init, join, leave, invite, ban, backbone; owner adds `swarmctl owner ...`
 belonging  what those of swarm and owner share; passphrase is where the owner's comes from
 common     options, exit statuses, and the one place where a failure is printed

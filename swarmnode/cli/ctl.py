@@ -12,8 +12,10 @@ import click
 from capabilities.errors import UsageError
 from swarmnode.cli import common
 from swarmnode.cli.common import Settings, common_options, pass_settings
+from swarmnode.cli.mesh import COMMANDS as MESH
 from swarmnode.cli.models import model
 from swarmnode.cli.progress import ProgressLine
+from swarmnode.cli.swarm import COMMANDS as BELONGING
 from swarmnode.control_client import REQUEST_LINE_BYTES_MAX, Call, request
 from swarmnode.printable import printable_text
 
@@ -27,7 +29,8 @@ def swarmctl() -> None:
     """Talk to a swarm through the daemon of this machine."""
 
 
-swarmctl.add_command(model)
+for command in (*BELONGING, *MESH, model):
+    swarmctl.add_command(command)
 
 
 @swarmctl.command()

@@ -63,6 +63,15 @@ def show(settings: Settings, name: str) -> None:
 @click.argument("name")
 @common_options
 @pass_settings
+def use(settings: Settings, name: str) -> None:
+    """Let the swarm serve this model, on a backbone peer that has it. What runs is ended first."""
+    common.print_result(settings, request(settings.socket, "model_use", {"name": name}))
+
+
+@model.command()
+@click.argument("name")
+@common_options
+@pass_settings
 def remove(settings: Settings, name: str) -> None:
     """Forget a model and delete what was derived from it. Its own file stays."""
     common.print_result(settings, request(settings.socket, "model_remove", {"name": name}))

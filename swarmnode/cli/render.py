@@ -20,7 +20,7 @@ Json = Any
 COLUMNS = 80
 MISSING_SHOWN = 5
 ENTRIES_SHOWN = 8
-_NUMBERS = frozenset(("experts", "rtt ms", "layers", "size", "llama.cpp", "swarm", "ratio"))
+_NUMBERS = frozenset(("experts", "MiB", "rtt ms", "layers", "size", "llama.cpp", "swarm", "ratio"))
 _WIDTHS = {"peer": (8, 12), "id": (8, 8), "roles": (6, 12), "state": (13, 13), "backend": (7, 8), "version": (7, 7)}
 _STATE_STYLES = {"ready": "green", "joining": "yellow", "loading": "yellow", "suspect": "red", "gone": "red"}
 
@@ -91,6 +91,57 @@ def _loaded(loading: Mapping[str, Json]) -> str:
     if not isinstance(done, int) or not isinstance(total, int) or not 0 <= done < total:
         return ""
     return f" {done * 100 // total} %"
+
+
+def print_placement(answer: Mapping[str, Json]) -> None:
+    """Who holds what, what is not as it should be, and what a loss would cost."""
+    console = _console()
+    fields = _fields_table()
+    fields.add_row("term, epoch", f"{_text(answer.get('term'))}, {_text(answer.get('epoch'))}")
+    counts = [_dict(count) for count in _list(answer.get("copies"))]
+    copies = [f"{_text(count.get('experts'))} with {_text(count.get('copies'))}" for count in counts]
+    fields.add_row("experts", ", ".join(copies) + " copies" if copies else "-")
+    fields.add_row("layers a token", f"{_number(answer.get('token_ms'))} ms by estimate")
+    console.print(fields)
+    table = _table("peer", "id", "experts", "MiB", "layers held")
+    for peer in _list(answer.get("peers")):
+        held = [_text(_dict(one).get("layer")) for one in _list(_dict(peer).get("held"))]
+        table.add_row(
+            _text(_dict(peer).get("name")),
+            _short(_dict(peer).get("peer_id")),
+            _text(_dict(peer).get("experts")),
+            f"{int(_dict(peer).get('bytes') or 0) / 2**20:.0f}",
+            f"{held[0]} to {held[-1]}" if held else "none",
+        )
+    console.print()
+    console.print(table)
+    notes = [*_list(answer.get("degraded")), *_shortened(_list(answer.get("single_points")))]
+    notes += [
+        f"{_text(_dict(peer).get('name'))} got no output rank: {_text(_dict(peer).get('why_no_output_rank'))}"
+        for peer in _list(answer.get("peers"))
+        if _dict(peer).get("why_no_output_rank")
+    ]
+    for note in notes:
+        console.print(_text(note))
+    if loss := _dict(answer.get("without")):
+        console.print(_loss(loss))
+
+
+def _shortened(lines: list[Json]) -> list[str]:
+    shown = [_text(line) for line in lines[:ENTRIES_SHOWN]]
+    return [*shown, f"and {len(lines) - len(shown)} more of this kind"] if len(lines) > len(shown) else shown
+
+
+def _loss(loss: Mapping[str, Json]) -> str:
+    gone, left = (
+        sum(len(_list(_dict(one).get("experts"))) for one in _list(loss.get(key))) for key in ("no_copy", "one_copy")
+    )
+    text = f"Without {_text(loss.get('name') or loss.get('peer'))}: {gone} experts without a copy, {left} with one left"
+    if reason := loss.get("impossible"):
+        return f"{text}; the others cannot make up for it: {_text(reason)}"
+    moved, slower = loss.get("bytes_to_move"), loss.get("slowdown")
+    mib = int(moved or 0) / 2**20
+    return f"{text}; the others would load {mib:.0f} MiB, and layers take {_number(slower)} times as long"
 
 
 def print_models(answer: Mapping[str, Json]) -> None:

@@ -15,6 +15,7 @@ specs             what placement is told of members, and people of a placement
 inheritance       what a predecessor left, and what is left to a successor
 coverage          what of a placement can be used now: the answer behind `ready`
 proving           links to workers, and the proof that each must give; rest for those who fail
+report            the placement as `swarmctl placement` shows it
 publishing        the routing that the decode thread gets
 probe             every held expert, named and compared, before it serves
 """

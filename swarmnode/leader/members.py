@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 import structlog
@@ -21,6 +21,7 @@ from swarmnode import limits
 from swarmnode.leader.link import PeerLink
 from swarmnode.member_messages import (
     WIRE_VERSION,
+    Arithmetic,
     FromLeader,
     Hello,
     Policy,
@@ -229,6 +230,14 @@ class Members:
                     member.draining = message.draining
                     _log.info("member.policy", peer=member.peer, name=member.name, draining=member.draining)
                     self._on_speech(member)
+                continue
+            if isinstance(message, Arithmetic):
+                member.hello = replace(
+                    member.hello,
+                    numeric_class=message.numeric_class,
+                    accumulates_f32=message.accumulates_f32,
+                )
+                self._on_speech(member)
                 continue
             if message != member.progress:
                 member.progress_s = trio.current_time()

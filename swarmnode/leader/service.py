@@ -26,13 +26,14 @@ from scheduler.placement_record import PlacementRecord
 from swarmnode.asker import only
 from swarmnode.config import Combine, Config
 from swarmnode.leader.engine import DecodeEngine
-from swarmnode.leader.members import Member, Members
+from swarmnode.leader.members import Member, Members, VerifyMember
 from swarmnode.leader.own_experts import OwnExperts
 from swarmnode.leader.placer import Placer, PlacerSettings
 from swarmnode.leader.probe import Obtain, ProbeReference, at_hand
 from swarmnode.leader.prompts import PromptService
 from swarmnode.leader.protocols import LeaderProtocols
 from swarmnode.leader.remote_experts import RemoteExperts
+from swarmnode.leader.report import placement_json
 from swarmnode.leader.trunk import Trunks
 from swarmnode.member_messages import SOURCES_MAX, Progress
 from swarmnode.models import OpenModel
@@ -108,6 +109,7 @@ class Leader:
         on_covers: Callable[[bool], None] = _ignore,
         inherited: PlacementRecord | None = None,
         on_record: Callable[[bytes], None] = _keep_nothing,
+        verify_member: VerifyMember | None = None,
     ) -> None:
         """term: which leadership this is; it fences what is dispatched.
 
@@ -118,12 +120,13 @@ class Leader:
         backbone: the other peers that may have that file, and to which workers are connected.
         on_covers: called with `covers` whenever that changes.
         inherited: the newest record that a predecessor left. on_record: gets this leader's own, whenever it changes.
+        verify_member: who may be a worker (members.Members); None: everybody.
         """
         network = protocols.network
         self.term = term
         self.active: ActiveModel | None = None
         self.reason = "a model to serve: `swarmctl model add FILE`"
-        self.members = Members(network, self._joined, self._progressed, self._left, self._spoke)
+        self.members = Members(network, self._joined, self._progressed, self._left, self._spoke, verify_member)
         self._network = network
         self._trunks = trunks
         self._choose = choose
@@ -181,8 +184,11 @@ class Leader:
         """A model was added or removed."""
         self._models_changed.set()
 
-    def is_active(self, name: str) -> bool:
-        return self.active is not None and self.active.manifest.name == name
+    def placement(self, lost: str | None) -> dict[str, Any]:
+        """See report.placement_json. Raises as it does."""
+        if self.active is None:
+            raise NotReady(f"there is no placement yet: it waits for {self.reason}")
+        return placement_json(self.active.placer, lost)
 
     # -- the loop -----------------------------------------------------------------------------------------------
 

@@ -296,7 +296,8 @@ class TcpListener(IListener):  # type: ignore[misc]
                 self._nursery.start_soon(self._accept, link, maddr)
 
     def get_addrs(self) -> tuple[Multiaddr, ...]:
-        return tuple(_multiaddr(*listener.socket.getsockname()[:2]) for listener in self._listeners)
+        open_ones = (listener.socket for listener in self._listeners if listener.socket.fileno() >= 0)
+        return tuple(_multiaddr(*socket.getsockname()[:2]) for socket in open_ones)
 
     async def close(self) -> None:
         for listener in self._listeners:

@@ -45,6 +45,8 @@ class Loader:
         self._make_backend = make_backend
         self._turn = trio.Lock()
         self._manifests = ManifestStore(cache.root)
+        self.manifest: Manifest | None = None
+        """Of the model that was assigned last."""
 
     async def load(self, assign: Assign, progress: OnProgress) -> None:
         """Fetch and load the assigned experts and register them as the prepared epoch. One load at a time.
@@ -61,6 +63,7 @@ class Loader:
         if manifest is None:
             manifest = await fetch_manifest(self._network, sources, assign.manifest)
             await trio.to_thread.run_sync(self._manifests.put, manifest)
+        self.manifest = manifest
         total = self._check(manifest, assign)
         await self._epochs.make_room(total, self._budget_bytes)
         with self._cache.keep(

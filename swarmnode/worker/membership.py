@@ -20,6 +20,7 @@ from swarmnode import limits
 from swarmnode.leadership import KnownLeader, LeaderView
 from swarmnode.member_messages import (
     PROTOCOL,
+    Arithmetic,
     Assign,
     Begin,
     Hello,
@@ -143,12 +144,13 @@ class Membership:
     async def _serve(self, stream: Stream, leader: KnownLeader) -> None:
         self._watch.watch(leader.peer)
         try:
+            hello = replace(self._hello(), holding=self._epochs.names())
             with trio.fail_after(limits.SEND_SECONDS_MAX):
-                await stream.send(encode(replace(self._hello(), holding=self._epochs.names())))
+                await stream.send(encode(hello))
             self.state.connected, self.state.reason = True, ""
             _log.info("member.joined", leader=leader.peer, term=leader.term)
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._report, stream)
+                nursery.start_soon(self._report, stream, _arithmetic(hello))
                 while True:
                     message = decode_from_leader(await read_frame(stream, limits.MEMBER_FRAME))
                     if not isinstance(message, Refuse):
@@ -191,7 +193,7 @@ class Membership:
                 self._set_phase("failed", Internal(f"the worker could not load its experts: {error}"))
             self._news.set()
 
-    async def _report(self, stream: Stream) -> None:
+    async def _report(self, stream: Stream, told: Arithmetic) -> None:
         """Tell the leader of every change of phase at once, and of progress twice a second. The stream's one writer."""
         told_draining = False
         while True:
@@ -200,6 +202,10 @@ class Membership:
                 told_draining = self._draining
                 with trio.fail_after(limits.SEND_SECONDS_MAX):
                     await stream.send(encode(Policy(told_draining)))
+            if (now := _arithmetic(self._hello())) != told:
+                told = now
+                with trio.fail_after(limits.SEND_SECONDS_MAX):
+                    await stream.send(encode(told))
             progress = None if self._assigned is None else self._progress(self._assigned)
             if progress is not None and progress != self._told:
                 self._told = progress
@@ -219,6 +225,10 @@ class Membership:
         held: ExpertSet | None = self._epochs.find(assign.term, assign.epoch)
         used = held.bytes_held if held is not None else 0
         return Progress(assign.term, assign.epoch, s.phase or "fetching", s.done, s.total, used, s.error)
+
+
+def _arithmetic(hello: Hello) -> Arithmetic:
+    return Arithmetic(hello.numeric_class, hello.accumulates_f32)
 
 
 class _RefusedError(Exception):

@@ -6,12 +6,13 @@ what it holds in memory stays. While no leader is known it stays with the last o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import structlog
 import trio
 
 from backends.experts import ExpertBackend
+from backends.manifest import Manifest
 from capabilities.errors import NoLeader
 from scheduler.liveness import PeerState
 from swarmnode.leadership import KnownLeader, LeaderView
@@ -44,8 +45,8 @@ class Worker:
         self.epochs = Epochs()
         self.experts = ExpertsService(self.epochs, view)
         self.watch = PeerWatch(network)
-        loader = Loader(network, cache, self.epochs, memory_budget_bytes, make_backend)
-        self.membership = Membership(network, self.watch, view, hello, self.epochs, loader)
+        self._loader = Loader(network, cache, self.epochs, memory_budget_bytes, make_backend)
+        self.membership = Membership(network, self.watch, view, hello, self.epochs, self._loader)
         self.experts.register(network)
 
     async def run(self) -> None:
@@ -78,6 +79,21 @@ class Worker:
         """Whether this node wants to hold nothing more; the leader then moves its experts elsewhere."""
         _log.info("worker.policy", draining=draining)
         self.membership.set_draining(draining)
+
+    @property
+    def bytes_held(self) -> int:
+        """Of experts in memory, of both sets where there are two."""
+        return sum(held.bytes_held for held in (self.epochs.current, self.epochs.prepared) if held is not None)
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """Of the model that this worker was assigned experts of, last; None before."""
+        return self._loader.manifest
+
+    def held(self) -> tuple[tuple[str, Mapping[int, tuple[int, ...]]], ...]:
+        """What could be computed now: a manifest's id, and experts of its layers."""
+        serving = self.epochs.current or self.epochs.prepared
+        return () if serving is None or not serving.loaded else ((serving.manifest, serving.wanted),)
 
     @property
     def leader_peer(self) -> PeerId | None:

@@ -1,0 +1,76 @@
+"""The peers of a swarm as `status` shows them: rows from adverts and the record, for what a leader knows nothing of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from scheduler.advert_book import PeerView
+from swarmnode.measured import Measured, backends_json
+from swarmnode.status import Status, peer_row
+from swarmnode.swarm.advert_node import SwarmAdverts
+from swarmnode.swarm.record import SwarmRecord
+from swarmnode.swarm.store import SwarmStore
+
+
+class SwarmMesh:
+    """See status.Mesh. `adverts` gives None until they run."""
+
+    def __init__(
+        self,
+        me: str,
+        store: SwarmStore,
+        adverts: Callable[[], SwarmAdverts | None],
+        measured: Callable[[], Measured],
+        leader: Callable[[], str | None],
+    ) -> None:
+        self._me = me
+        self._store = store
+        self._adverts = adverts
+        self._measured = measured
+        self._leader = leader
+
+    @property
+    def swarm(self) -> Status:
+        record = self._store.record
+        return {"id": None, "name": None} if record is None else {"id": record.swarm, "name": record.name}
+
+    def roles(self, peer: str, *, leads: bool, works: bool) -> list[str]:
+        return roles(self._store.record, peer, leads=leads, works=works)
+
+    def backends(self, peer: str) -> list[Status]:
+        if peer == self._me:
+            return self._measured().backends_json()
+        view = self._views().get(peer)
+        return [] if view is None else backends_json(view.advert.content.backends)
+
+    def others(self, known: Collection[str]) -> list[Status]:
+        return [self._row(peer, view) for peer, view in sorted(self._views().items()) if peer not in known]
+
+    def findings(self) -> list[Status]:
+        adverts = self._adverts()
+        return [] if adverts is None else [dict(finding.to_json()) for finding in adverts.findings()]
+
+    def _views(self) -> dict[str, PeerView]:
+        adverts = self._adverts()
+        return {} if adverts is None else adverts.peers()
+
+    def _row(self, peer: str, view: PeerView) -> Status:
+        said = view.advert.content
+        return peer_row(
+            peer,
+            said.name,
+            str(view.state),
+            backends_json(said.backends),
+            roles=self.roles(peer, leads=peer == self._leader(), works="worker" in said.roles),
+            experts_held=sum(held.count for held in said.held),
+            memory={"used_bytes": said.memory_used, "budget_bytes": said.memory_budget},
+            version=said.version,
+        )
+
+
+def roles(record: SwarmRecord | None, peer: str, *, leads: bool, works: bool) -> list[str]:
+    """What a peer is in its swarm, as `status` names it."""
+    backbone = record is not None and peer in record.backbone.peers
+    named = {"leader": leads, "backbone": backbone, "worker": works}
+    return [name for name, is_so in named.items() if is_so]
+

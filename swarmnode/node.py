@@ -1,0 +1,181 @@
+"""A daemon that belongs to a swarm, or to none yet: it takes part for as long as its record says so.
+
+The record (swarm/store.py) is what makes a member. `swarmctl init`, `join` and `leave` change it while the daemon runs;
+each time the network is closed and opened again under the new swarm's key, with everything that takes part in it
+(participant.py). Outside of a swarm the daemon listens nowhere, leads nothing, and waits for its user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import structlog
+import trio
+
+from capabilities.errors import NotReady, UsageError
+from swarmnode.asker import Asker
+from swarmnode.config import Config
+from swarmnode.identity import Identity
+from swarmnode.leader.service import Leader
+from swarmnode.machine_parts import MachineParts
+from swarmnode.models import Models
+from swarmnode.net.kademlia import open_kademlia
+from swarmnode.net.libp2p_host import open_libp2p_network
+from swarmnode.participant import Participant
+from swarmnode.paths import Paths
+from swarmnode.status import Status, peer_row
+from swarmnode.swarm.commands import RunningSwarm, SwarmCommands
+from swarmnode.swarm.errors import NotInSwarm
+from swarmnode.swarm.record import SwarmRecord
+from swarmnode.swarm.store import SwarmFiles, SwarmStore
+from swarmnode.version import VERSION
+
+_log = structlog.get_logger(__name__)
+
+
+class Node:
+    """See the module. It is what the commands need, too (handlers.Services). Make it with `open`."""
+
+    def __init__(
+        self, config: Config, identity: Identity, store: SwarmStore, models: Models, parts: MachineParts
+    ) -> None:
+        self.models = models
+        self.commands = SwarmCommands(identity, store, running=self._running, changed=self._has_changed)
+        self._config = config
+        self._identity = identity
+        self._store = store
+        self._parts = parts
+        self._participant: Participant | None = None
+        self._changed = trio.Event()
+
+    @classmethod
+    async def open(cls, config: Config, paths: Paths, identity: Identity, threads: int) -> Node:
+        """The node, with what its folders hold.
+
+        Raises:
+            DamagedState: the swarm's record cannot be read.
+            UsageError: the configured backend cannot be had.
+        """
+        store = await trio.to_thread.run_sync(SwarmStore.open, SwarmFiles(paths.data))
+        parts = await MachineParts.open(config, paths, threads)
+        return cls(config, identity, store, Models(paths.models, parts.cache), parts)
+
+    async def run(self) -> None:
+        """Take part in whatever swarm the record names, from now on. Never ends by itself."""
+        async with trio.open_nursery() as machine:
+            machine.start_soon(self._parts.measuring.run)
+            while True:
+                self._changed = trio.Event()
+                if self._store.record is None:
+                    _log.info("node.alone", peer_id=self._identity.peer_id)
+                    await self._changed.wait()
+                    continue
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._take_part, self._store.record)
+                    await self._changed.wait()
+                    await self.goodbye()
+                    nursery.cancel_scope.cancel()
+
+    async def _take_part(self, record: SwarmRecord) -> None:
+        async with open_libp2p_network(self._identity, self._config.node.listen, psk=record.psk) as network:
+            part = Participant(
+                network,
+                self._config,
+                self._identity,
+                self._store,
+                self.models,
+                self._parts,
+                lambda rank: open_kademlia(network, rank, server=bool(network.addresses)),
+            )
+            self._participant = part
+            _log.info("node.member", swarm=record.swarm, name=record.name, addresses=network.addresses)
+            try:
+                await part.run()
+            finally:
+                self._participant = None
+
+    async def goodbye(self) -> None:
+        """Before this daemon ends, or leaves its swarm: see Participant.goodbye."""
+        if self._participant is not None:
+            await self._participant.goodbye()
+
+    def _has_changed(self) -> None:
+        self._changed.set()
+
+    def _running(self) -> RunningSwarm | None:
+        return None if self._participant is None else self._participant.running
+
+    # -- what the commands need ---------------------------------------------------------------------------------
+
+    def _need_part(self) -> Participant:
+        if self._participant is None:
+            if self._store.record is None:
+                raise NotInSwarm("this node belongs to no swarm")
+            raise NotReady("this node is about to take part in its swarm", hint="Ask again in a moment.")
+        return self._participant
+
+    @property
+    def asker(self) -> Asker:
+        return self._need_part().asker
+
+    @property
+    def leader(self) -> Leader | None:
+        return None if self._participant is None else self._participant.leader
+
+    async def status(self) -> Mapping[str, Any]:
+        if self._participant is None:
+            return self._alone()
+        return await self._participant.status()
+
+    def _alone(self) -> Status:
+        """Outside of a swarm, or on the way into one."""
+        facts, me, record = self._parts.facts, self._identity.peer_id, self._store.record
+        row = peer_row(
+            me,
+            facts.name,
+            "joining",
+            self._parts.measuring.current.backends_json(),
+            memory={"used_bytes": 0, "budget_bytes": facts.memory_budget_bytes},
+        )
+        why = "it belongs to no swarm: `swarmctl init` makes one, `swarmctl join TOKEN` enters one"
+        return {
+            "swarm": {"id": None, "name": None} if record is None else {"id": record.swarm, "name": record.name},
+            "self": me,
+            "leader": None,
+            "term": 0,
+            "epoch": 0,
+            "ready": False,
+            "reason": why if record is None else "this node is about to take part in its swarm",
+            "addresses": [],
+            "peers": [row],
+            "model": None,
+            "requests": None,
+            "network": None,
+            "findings": [],
+            "version": VERSION,
+            "uptime_s": facts.uptime_s,
+        }
+
+    async def placement(self, without: str | None) -> Mapping[str, Any]:
+        return await self._need_part().placement(without)
+
+    async def drain(self, on: bool) -> Mapping[str, Any]:
+        return await self._need_part().drain(on)
+
+    async def use_model(self, name: str) -> Mapping[str, Any]:
+        return await self._need_part().use_model(name)
+
+    def check_may_add(self) -> None:
+        """Models are added on backbone peers: they are who may lead with them."""
+        record = self._store.record
+        if record is not None and record.peer not in record.backbone.peers:
+            hint = "Run the command on one of those that `swarmctl backbone list` shows."
+            raise UsageError("this node is not in the backbone, and only its peers lead with a model", hint=hint)
+
+    def active_model(self) -> str | None:
+        return None if self._participant is None else self._participant.active_model()
+
+    def models_changed(self) -> None:
+        if self._participant is not None:
+            self._participant.models_changed()

@@ -1,0 +1,340 @@
+"""This node's part in its swarm: everything that runs from joining to leaving, on one page.
+
+    adverts      who is there, by what they say; the owner's news            swarm/advert_node.py
+    dialer       connections to the backbone                                 backbone/dialer.py
+    election     votes, and who leads as this node's election sees it        backbone/election_service.py
+    leadership   this node's word to the members                             backbone/leadership_service.py
+    watch        who leads: whom the worker obeys, where prompts go          backbone/leader_watch.py
+    admission    newcomers with an invite                                    swarm/admission.py
+    shards       what this node holds, to whoever fetches it                 shards/serving.py
+    worker       experts: assigned, loaded, computed                         worker/service.py
+    candidate    whether this node may lead, and with which model            candidate.py
+    leader       while it does                                               leader/service.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import structlog
+import trio
+
+from capabilities.advert_content import Phase, Policy, Role
+from capabilities.errors import SwarmError, UsageError
+from capabilities.held_experts import HeldExperts
+from capabilities.membership_certificate import MembershipCertificate
+from swarmnode.asker import FollowingAsker
+from swarmnode.backbone.dialer import Dialer
+from swarmnode.backbone.election_service import ElectionService
+from swarmnode.backbone.leader_watch import LeaderWatch
+from swarmnode.backbone.leadership_service import LeadershipService
+from swarmnode.candidate import Candidate
+from swarmnode.config import Config
+from swarmnode.identity import Identity
+from swarmnode.leader.protocols import LeaderProtocols
+from swarmnode.leader.service import Leader
+from swarmnode.leader.trunk import Trunks
+from swarmnode.machine_parts import MachineParts
+from swarmnode.member_messages import Hello
+from swarmnode.mesh import SwarmMesh
+from swarmnode.model_choice import ModelChoice
+from swarmnode.models import Models
+from swarmnode.net.interface import Network, PeerId
+from swarmnode.pinger import serve_pings
+from swarmnode.self_description import Memory, SelfDescription
+from swarmnode.shards.borrowing import Borrowing
+from swarmnode.shards.service import ShardService
+from swarmnode.shards.serving import Serving
+from swarmnode.status import LeaderStatus, Status
+from swarmnode.status_service import NodeStatus, ask_leader, serve_status
+from swarmnode.swarm.admission import AdmissionService
+from swarmnode.swarm.advert_node import OpenDht, SwarmAdverts, open_swarm_adverts
+from swarmnode.swarm.commands import RunningSwarm
+from swarmnode.swarm.joining import renew
+from swarmnode.swarm.store import SwarmStore
+from swarmnode.worker.service import Worker
+
+_log = structlog.get_logger(__name__)
+
+_RENEW_S: Final = 60.0
+_MEASURE_S: Final = 2.0  # how late another model is noticed; the measurement takes as long
+_GOODBYE_S: Final = 1.0
+_HAND_OVER_S: Final = 2.0  # a peer that is asked to lead calls the vote at once
+
+
+class Participant:
+    """See the module. Run `run` once; it never ends by itself."""
+
+    def __init__(
+        self,
+        network: Network,
+        config: Config,
+        identity: Identity,
+        store: SwarmStore,
+        models: Models,
+        parts: MachineParts,
+        open_dht: OpenDht | None = None,
+    ) -> None:
+        record, me = store.need(), network.peer_id
+        self.leader: Leader | None = None
+        self._network = network
+        self._config = config
+        self._identity = identity
+        self._store = store
+        self._parts = parts
+        self._open_dht = open_dht
+        self._draining = False
+        self._adverts: SwarmAdverts | None = None
+        self.dialer = Dialer(network, self._addresses_of, on_reached=self._reached, on_unreached=self._unreached)
+        self.election = ElectionService(network, identity, store, self.dialer)
+        self.leadership = LeadershipService(network, store, self.election)
+        self.watch = LeaderWatch(network, store, self.dialer, self.leadership)
+        self.asker = FollowingAsker(network, self.watch)
+        self.worker = Worker(network, self.watch, self._hello, parts.cache, parts.budget_bytes, parts.compute.make)
+        self.trunks = Trunks(config.leader, parts.threads)
+        self.protocols = LeaderProtocols(network, lambda: self.watch.leader)
+        choice = ModelChoice(parts.paths.data / "model", config.leader.model)
+        self.candidate = Candidate(
+            network, store, models, parts.cache, choice, self.trunks, self.leadership, self.watch, self._within_reach
+        )
+        self.admission = AdmissionService(
+            store, identity.sign, addresses=self._backbone_addresses, seat=self.election.vote_file
+        )
+        self.running = RunningSwarm(network, self.election.propose, self._spread)
+        self._serving = Serving(models, parts.cache)
+        self._mesh = SwarmMesh(
+            me, store, lambda: self._adverts, lambda: parts.measuring.current, lambda: _peer(self.watch)
+        )
+        self._status = NodeStatus(network, self.watch, parts.facts, self._mesh, self.worker, lambda: self.watch.term)
+        self._describe = SelfDescription(
+            name=parts.facts.name,
+            host=parts.host_in(record.swarm),
+            addresses=lambda: network.addresses,
+            roles=self._roles,
+            phase=self._phase,
+            memory=lambda: Memory(self.worker.bytes_held, parts.budget_bytes),
+            held=self.worker.held,
+            measured=lambda: parts.measuring.current,
+            policy=lambda: Policy(draining=self._draining),
+        )
+
+    async def run(self) -> None:
+        async with self._open_adverts(), trio.open_nursery() as nursery:
+            await nursery.start(self.dialer.run)
+            await nursery.start(self.election.run)
+            await nursery.start(self.watch.run)
+            self.leadership.register()
+            self.admission.register(self._network)
+            ShardService(self._serving.find).register(self._network)
+            serve_pings(self._network)
+            serve_status(self._network, self._answer)
+            nursery.start_soon(self.worker.run)
+            nursery.start_soon(self.candidate.run)
+            nursery.start_soon(self._lead)
+            nursery.start_soon(self._renew)
+            nursery.start_soon(self._measure_the_model)
+            await trio.sleep_forever()
+
+    async def goodbye(self) -> None:
+        """Before this node goes: let another peer lead, if it does, and tell everybody. Takes seconds at most."""
+        with trio.move_on_after(_HAND_OVER_S):
+            await self._hand_over()
+        with trio.move_on_after(_GOODBYE_S):
+            if self._adverts is not None:
+                await self._adverts.leave()
+
+    async def _hand_over(self) -> None:
+        """Return when another peer leads, or nobody else could."""
+        me = self._network.peer_id
+        if self.leader is None or self._store.need().backbone.peers == (me,):
+            return
+        await self.election.hand_over()
+        while self.election.leader == me:
+            await self.election.changed.wait()
+
+    @asynccontextmanager
+    async def _open_adverts(self) -> AsyncIterator[SwarmAdverts]:
+        async with open_swarm_adverts(
+            self._network,
+            self._store,
+            self._identity,
+            self._describe,
+            self._load,
+            open_dht=self._open_dht,
+            lan=self._config.swarm.mdns,
+        ) as adverts:
+            self._adverts = adverts
+            self._parts.measuring.on_change(adverts.changed)
+            yield adverts
+
+    # -- leading ------------------------------------------------------------------------------------------------
+
+    async def _lead(self) -> None:
+        """Be the leader whenever this node's election says so, for as long as it does."""
+        while True:
+            changed, term = self.election.changed, self.election.term
+            if self.election.leader != self._network.peer_id:
+                await changed.wait()
+                continue
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._lead_term, term)
+                while self.election.leader == self._network.peer_id and self.election.term == term:
+                    await changed.wait()
+                    changed = self.election.changed
+                nursery.cancel_scope.cancel()
+
+    async def _lead_term(self, term: int) -> None:
+        network, cache = self._network, self._parts.cache
+        self.leader = leader = Leader(
+            self.protocols,
+            self.trunks,
+            self.candidate.choose,
+            self._config,
+            self._parts.threads,
+            term,
+            borrow=lambda manifest: Borrowing(network, manifest, cache, network.connected_peers).obtain,
+            verify_member=self._verify_member,
+        )
+        self.candidate.leads(leader)
+        try:
+            await leader.run()
+        finally:
+            self.leader = None
+            self.candidate.leads(None)
+
+    def _within_reach(self, model: str) -> Iterator[HeldExperts]:
+        """What this node and the peers that are connected to it hold of a model, as their adverts say."""
+        adverts = self._adverts
+        if adverts is None:
+            return
+        connected = set(self._network.connected_peers())
+        said = [view.advert.content for peer, view in adverts.peers().items() if peer in connected]
+        for content in (*said, self._describe()):
+            yield from (held for held in content.held if held.model == model)
+
+    # -- measuring ----------------------------------------------------------------------------------------------
+
+    async def _measure_the_model(self) -> None:
+        """Measure this node's kernels on the very types and widths of the model that it is to compute."""
+        while True:
+            if (manifest := self.worker.manifest) is not None:
+                self._parts.measuring.for_model(manifest.layers)
+            await trio.sleep(_MEASURE_S)
+
+    # -- belonging ----------------------------------------------------------------------------------------------
+
+    async def _renew(self) -> None:
+        """Have this member's certificate renewed where its issuer has left the backbone."""
+        while True:
+            record = self._store.record
+            if record is not None and record.needs_renewal:
+                for peer in record.backbone.peers:
+                    if self.dialer.is_connected(peer):
+                        with contextlib.suppress(SwarmError, OSError):
+                            certificate = await renew(self._network, PeerId(peer), record)
+                            await trio.to_thread.run_sync(self._store.renew, certificate)
+                            break
+            await trio.sleep(_RENEW_S)
+
+    def _spread(self, news: Sequence[bytes]) -> None:
+        if self._adverts is not None:
+            self._adverts.spread(news)
+
+    def _backbone_addresses(self) -> list[str]:
+        backbone = self._store.need().backbone.peers
+        others = [address for peer in backbone for address in self._addresses_of(peer)]
+        return [*self._network.addresses, *others]
+
+    def _verify_member(self, peer: str, certificate: bytes) -> None:
+        """PeerMistake unless the peer is a member by this certificate, and not banned."""
+        self._store.need().verify_member(peer, MembershipCertificate.from_bytes(certificate))
+
+    # -- what this node says of itself --------------------------------------------------------------------------
+
+    def _hello(self) -> Hello:
+        record = self._store.need()
+        return self._parts.hello(certificate=record.certificate.to_bytes(), swarm=record.swarm)
+
+    def _roles(self) -> list[Role]:
+        record = self._store.record
+        backbone = record is not None and record.peer in record.backbone.peers
+        return [Role.BACKBONE, Role.WORKER] if backbone else [Role.WORKER]
+
+    def _phase(self) -> Phase:
+        state = self.worker.membership.state
+        if state.phase in ("fetching", "loading"):
+            return Phase.LOADING
+        return Phase.READY if self.worker.held() else Phase.JOINING
+
+    def _load(self) -> int:
+        return 0
+
+    def _addresses_of(self, peer: str) -> Sequence[str]:
+        if self._adverts is not None:
+            return self._adverts.addresses_of(peer)
+        record = self._store.record
+        return () if record is None else record.addresses
+
+    def _reached(self, peer: PeerId) -> None:
+        if self._adverts is not None:
+            self._adverts.reached(peer)
+
+    def _unreached(self, peer: PeerId, address: str, reason: str) -> None:
+        if self._adverts is not None:
+            self._adverts.unreachable(peer, address, reason)
+
+    # -- what the commands need ---------------------------------------------------------------------------------
+
+    async def status(self) -> Status:
+        if self.leader is None:
+            return await self._status.view()
+        return {**self._leader_status(self.leader).view(), **self._status.own()}
+
+    def _leader_status(self, leader: Leader) -> LeaderStatus:
+        return LeaderStatus(self._network, leader, self._parts.facts, self._mesh)
+
+    async def _answer(self, request: Mapping[str, Any]) -> Status:
+        """What another member asks this node as the leader."""
+        if self.leader is None:
+            raise self.protocols.refusal()
+        if request["kind"] == "status":
+            return self._leader_status(self.leader).view()
+        if request["kind"] == "placement":
+            return self.leader.placement(request.get("without"))
+        raise UsageError(f"a leader answers no request of kind {request['kind']!r}")
+
+    async def placement(self, without: str | None) -> Status:
+        request = {"kind": "placement"} if without is None else {"kind": "placement", "without": without}
+        if self.leader is not None:
+            return await self._answer(request)
+        return await ask_leader(self._network, self.watch, request)
+
+    async def drain(self, on: bool) -> Status:
+        """Hold nothing more, and lead no longer than until another peer does, if one can; or take part again."""
+        self._draining = on
+        self.worker.set_draining(on)
+        self.candidate.set_draining(on)
+        if on and self.leader is not None:
+            await self.election.hand_over()
+        if self._adverts is not None:
+            self._adverts.changed()
+        return {"draining": on}
+
+    async def use_model(self, name: str) -> Status:
+        return await self.candidate.use(name)
+
+    def active_model(self) -> str | None:
+        """The id of the manifest that the swarm serves."""
+        if self.leader is not None:
+            return None if self.leader.active is None else self.leader.active.manifest.id
+        return self.watch.model or None
+
+    def models_changed(self) -> None:
+        self.candidate.models_changed()
+
+
+def _peer(watch: LeaderWatch) -> str | None:
+    return None if watch.leader is None else watch.leader.peer

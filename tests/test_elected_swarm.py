@@ -1,0 +1,169 @@
+"""Swarms of real daemons that elect their leader: what breaks in the middle of an answer changes no token of it.
+
+The nodes called leader, worker-1 and worker-2 are the backbone; worker-3 and worker-4 only compute.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from swarmnode.control_client import Call
+from swarmnode.local_swarm import LocalNode, LocalSwarm
+from tests.swarm_tools import CONTEXT_TOKENS, Served, ask, failure, wait_until
+from tests.tiny_architectures import write_tiny_model
+
+BACKBONE, WORKERS = 3, 4
+BACK_S = 30.0
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 11}
+
+
+class Elected(Served):
+    """A swarm with an elected leader."""
+
+    def leading(self) -> LocalNode:
+        """Who leads now, as soon as somebody does."""
+        found: LocalNode = wait_until(self.swarm.current_leader, BACK_S)
+        return found
+
+    def bystander(self, *victims: LocalNode) -> LocalNode:
+        """A node that neither leads nor is a victim."""
+        leader = self.leading()
+        return next(node for node in reversed(self.swarm.nodes) if node is not leader and node not in victims)
+
+    def goes_on(self, asker: LocalNode, fault: Callable[[], Any], **sampling: Any) -> dict[str, Any]:
+        """An answer in whose middle something breaks: complete, each index once, and llama.cpp's own tokens."""
+        params = ask("A long story:", 300, ignore_eos=True, **sampling)
+        tokens: list[int] = []
+        with Call(asker.socket, "ask", params) as call:
+            for event in call:
+                if event["event"] != "token" or event["index"] is None:
+                    continue
+                assert event["index"] == len(tokens)
+                tokens.append(event["token"])
+                if len(tokens) == 60:
+                    fault()
+            answer = call.result
+        assert answer["tokens"] == tokens == list(self.expected(params).tokens)
+        return dict(answer)
+
+    def all_ready(self) -> None:
+        """Everybody runs, agrees on the leader and says that the swarm is ready."""
+        for node in self.swarm.nodes:
+            if node.process is None or node.process.poll() is not None:
+                node.start()
+                node.wait_up()
+
+        def agreed() -> bool:
+            views = [node.status() for node in self.swarm.nodes]
+            return all(view["ready"] for view in views) and len({view["leader"] for view in views}) == 1
+
+        wait_until(agreed, BACK_S)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elected]:
+    root = tmp_path_factory.mktemp("elected")
+    model = write_tiny_model(root / "olmoe.gguf", "olmoe")
+    settings = {"leader": {"context_tokens": CONTEXT_TOKENS, "batch_tokens": 64}, "swarm": {"settle_s": 0.5}}
+    with LocalSwarm(root / "swarm", WORKERS, backbone=BACKBONE, leader=settings) as swarm:
+        swarm.add_model(model)
+        swarm.wait_ready(timeout_s=BACK_S)
+        elected = Elected(swarm, model)
+        elected.all_ready()
+        try:
+            yield elected
+        finally:
+            elected.undivided.close()
+
+
+def test_the_swarm_elects_places_and_answers(served: Elected) -> None:
+    status = served.leader.status()
+    assert status["swarm"]["name"] == "local"
+    assert len(status["swarm"]["id"]) == 64
+    assert status["leader"] == served.leader.peer_id  # only it held the model when the first leader was elected
+    assert status["term"] >= 1
+    wait_until(lambda: served.leader.status()["model"]["coverage"]["min_copies"] == 2, BACK_S)
+    rows = {row["name"]: row for row in status["peers"]}
+    assert rows["leader"]["roles"][:2] == ["leader", "backbone"]
+    assert rows["worker-1"]["roles"] == ["backbone", "worker"]
+    assert rows["worker-4"]["roles"] == ["worker"]
+    for node in served.swarm.nodes:
+        assert served.check(node, ask("Once upon a time", 30))["leader"] == status["leader"]
+
+
+def test_the_backbone_gets_ready_to_lead(served: Elected) -> None:
+    for node in served.workers[:2]:
+        models = wait_until(lambda node=node: node.call("model_list")["models"], BACK_S)
+        assert [model["name"] for model in models] == ["olmoe"]
+    assert served.workers[3].call("model_list")["models"] == []
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_killed_worker_changes_no_token(served: Elected, sampling: dict[str, Any]) -> None:
+    victim = served.workers[3]
+    answer = served.goes_on(served.bystander(victim), victim.kill, **sampling)
+    assert answer["finish_reason"] == "length"
+    served.all_ready()
+
+
+def test_a_suspended_worker_changes_no_token_and_comes_back_as_itself(served: Elected) -> None:
+    victim = served.workers[3]
+    served.goes_on(served.bystander(victim), lambda: victim.send_signal(signal.SIGSTOP))
+    victim.send_signal(signal.SIGCONT)
+    started = time.monotonic()
+    served.all_ready()
+    assert time.monotonic() - started < 15
+    assert victim.status()["self"] == victim.peer_id
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_killed_leader_loses_no_token(served: Elected, sampling: dict[str, Any]) -> None:
+    victim = served.leading()
+    before = victim.status()["term"]
+    answer = served.goes_on(served.bystander(victim), victim.kill, **sampling)
+    assert answer["leader"] != victim.peer_id
+    assert wait_until(served.swarm.current_leader, BACK_S).status()["term"] > before
+    served.all_ready()
+
+
+def test_a_suspended_leader_loses_no_token_and_follows_when_it_wakes(served: Elected) -> None:
+    victim = served.leading()
+    answer = served.goes_on(served.bystander(victim), lambda: victim.send_signal(signal.SIGSTOP))
+    assert answer["leader"] != victim.peer_id
+    victim.send_signal(signal.SIGCONT)
+    started = time.monotonic()
+    served.all_ready()
+    assert time.monotonic() - started < 15
+    assert victim.status()["leader"] != victim.peer_id
+
+
+def test_a_leader_that_drains_hands_over(served: Elected) -> None:
+    victim = served.leading()
+    assert victim.call("drain", on=True) == {"draining": True}
+    wait_until(lambda: served.leading() is not victim, BACK_S)
+    wait_until(lambda: victim.status()["ready"], BACK_S)
+    served.check(victim, ask("Who leads now?", 20))
+    assert victim.call("drain", on=False) == {"draining": False}
+    served.all_ready()
+
+
+def test_without_a_majority_nobody_leads_and_prompts_fail_fast(served: Elected) -> None:
+    survivors = [served.workers[1], served.workers[3]]
+    victims = [served.leader, served.workers[0]]
+    for victim in victims:
+        victim.kill()
+    for node in survivors:
+        wait_until(lambda node=node: "1 of 3 backbone peers" in (node.status()["reason"] or ""), 20)
+        status = node.status()
+        assert (status["leader"], status["ready"]) == (None, False)
+        started = time.monotonic()
+        error = failure(lambda node=node: node.call("ask", **ask("Anybody?")))
+        assert time.monotonic() - started < 5
+        assert error.type == "no_leader"
+    served.all_ready()
+    served.check(survivors[1], ask("And now?", 20))

@@ -1,0 +1,119 @@
+"""A daemon from its first start: outside of any swarm, founding one, alone in it, admitting others, leaving."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnode.local_swarm import LocalNode
+from tests.swarm_tools import ask, failure, wait_until
+from tests.tiny_architectures import write_tiny_model
+
+SWARMCTL = [sys.executable, "-c", "from swarmnode.cli.ctl import main; main()"]
+SETTINGS = {
+    "node": {"listen": ["/ip4/127.0.0.1/tcp/0"]},
+    "swarm": {"mdns": False, "settle_s": 0.3},
+    "leader": {"context_tokens": 256, "parallel": 2},
+    "log": {"format": "json"},
+}
+
+
+def ctl(node: LocalNode, *words: str, status: int = 0) -> dict[str, Any]:
+    """What a command prints as JSON."""
+    environment = {**os.environ, "SWARMNODE_OWNER_PASSPHRASE": "correct horse"}
+    command = [*SWARMCTL, "--data-dir", str(node.folder), *words, "--json"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == status, run.stdout + run.stderr
+    result: dict[str, Any] = json.loads(run.stdout)
+    return result
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LocalNode]]:
+    root = tmp_path_factory.mktemp("life")
+    settings = {name: {**SETTINGS, "node": {**SETTINGS["node"], "name": name}} for name in ("first", "second")}
+    made = {name: LocalNode(name, root / name, settings[name]) for name in settings}
+    for node in made.values():
+        node.start()
+    try:
+        for node in made.values():
+            node.wait_up()
+        yield made
+    finally:
+        for node in made.values():
+            node.kill()
+
+
+def test_outside_of_a_swarm_a_node_leads_nothing(nodes: dict[str, LocalNode]) -> None:
+    status = nodes["first"].status()
+    assert (status["leader"], status["ready"], status["swarm"]) == (None, False, {"id": None, "name": None})
+    assert "swarmctl init" in status["reason"]
+    error = ctl(nodes["first"], "ask", "Anybody?", status=1)["error"]
+    assert error["type"] == "not_in_swarm"
+
+
+def test_a_swarm_of_one_leads_and_serves_itself(nodes: dict[str, LocalNode], tmp_path: Path) -> None:
+    first = nodes["first"]
+    made = ctl(first, "init", "--name", "home")
+    assert made["daemon"] is True
+    wait_until(lambda: first.status()["addresses"], 20)
+    status = first.status()
+    assert status["swarm"] == {"id": made["swarm"]["id"], "name": "home"}
+    assert status["leader"] is None
+    assert "model add" in status["reason"]
+    ctl(first, "model", "add", str(write_tiny_model(tmp_path / "tiny.gguf", "olmoe")))
+    status = wait_until(lambda: (s := first.status())["ready"] and s, 20)
+    assert status["leader"] == status["self"]
+    assert status["peers"][0]["roles"] == ["leader", "backbone", "worker"]
+    assert status["peers"][0]["experts_held"] == status["model"]["experts"]
+    assert len(first.call("ask", **ask("Hello", 8, ignore_eos=True))["tokens"]) == 8
+
+
+def test_an_invited_node_becomes_a_worker(nodes: dict[str, LocalNode]) -> None:
+    first, second = nodes.values()
+    token = ctl(first, "invite")["token"]
+    joined = ctl(second, "join", token, "--yes")
+    assert joined["admitted_by"] == first.status()["self"]
+    status = wait_until(lambda: (s := second.status())["ready"] and s, 20)
+    assert status["leader"] == first.status()["self"]
+
+    def carried() -> bool:
+        rows = {row["name"]: row for row in first.status()["peers"]}
+        return "second" in rows and rows["second"]["experts_held"] > 0
+
+    wait_until(carried, 20)
+    assert len(second.call("ask", **ask("Hello", 8, ignore_eos=True))["tokens"]) == 8
+    assert "only its peers lead" in failure(lambda: second.call("model_add", path="/x.gguf")).message
+
+
+def test_the_backbone_grows(nodes: dict[str, LocalNode]) -> None:
+    first, second = nodes.values()
+    peer = second.status()["self"]
+    assert ctl(first, "backbone", "add", peer)["version"] == 2
+    wait_until(lambda: len(ctl(second, "backbone", "list")["members"]) == 2, 20)
+    wait_until(lambda: second.call("model_list")["models"], 20)
+    assert ctl(first, "backbone", "remove", peer)["version"] == 3
+    wait_until(lambda: len(ctl(second, "backbone", "list")["members"]) == 1, 20)
+
+
+def test_a_banned_node_is_shut_out(nodes: dict[str, LocalNode]) -> None:
+    first, second = nodes.values()
+    peer = second.status()["self"]
+    assert ctl(first, "ban", peer)["banned"] is True
+    wait_until(lambda: second.status()["leader"] is None, 20)
+    assert failure(lambda: second.call("ask", **ask("Anybody?"))).type == "no_leader"
+    status = wait_until(lambda: (s := first.status())["ready"] and s, 20)  # its experts are the first one's own again
+    assert {row["name"]: row["state"] for row in status["peers"]}.get("second", "gone") == "gone"
+
+
+def test_leaving_makes_a_node_free(nodes: dict[str, LocalNode]) -> None:
+    second = nodes["second"]
+    ctl(second, "leave", "--yes")
+    wait_until(lambda: second.status()["swarm"]["id"] is None, 20)
