@@ -196,6 +196,7 @@ class Participant:
             self._parts.threads,
             term,
             borrow=lambda manifest: Borrowing(network, manifest, cache, network.connected_peers).obtain,
+            backbone=self._other_backbone_peers,
             verify_member=self._verify_member,
         )
         self.candidate.leads(leader)
@@ -204,6 +205,11 @@ class Participant:
         finally:
             self.leader = None
             self.candidate.leads(None)
+
+    def _other_backbone_peers(self) -> list[PeerId]:
+        """Those that are connected."""
+        backbone = self._store.need().backbone.peers
+        return [peer for peer in self._network.connected_peers() if peer in backbone]
 
     def _within_reach(self, model: str) -> Iterator[HeldExperts]:
         """What this node and the peers that are connected to it hold of a model, as their adverts say."""
