@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -86,6 +86,16 @@ class Placement:
     def peers(self) -> tuple[str, ...]:
         """All holders, sorted."""
         return tuple(sorted({p for holders in self.holders.values() for peers in holders for p in peers}))
+
+
+def apart(workers: Sequence[WorkerSpec]) -> list[WorkerSpec]:
+    """The workers, each as a host of its own if all of them are on one.
+
+    Copies belong on different hosts; where there is but one, copies on different workers still outlive a worker.
+    """
+    if len({worker.host or worker.peer for worker in workers}) > 1:
+        return list(workers)
+    return [replace(worker, host="") for worker in workers]
 
 
 def output_ranks(layers: Iterable[LayerSpec]) -> frozenset[int]:

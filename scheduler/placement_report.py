@@ -114,6 +114,7 @@ def describe(
         degraded=(
             *_wrong_outputs(there, workers, ranks, call),
             *_lacking(copies, workers, replicas),
+            *_on_one_host(copies, workers),
         ),
         single_points=tuple(_single_points(there, call)),
         mixed=_mixed(there, workers),
@@ -237,8 +238,16 @@ def _lacking(copies: Mapping[int, int], workers: Sequence[WorkerSpec], replicas:
     fewer = sum(n for count, n in copies.items() if count < replicas)
     if fewer:
         hosts = len({worker.host or worker.peer for worker in workers if worker.may_hold})
-        why = f"there are {hosts} hosts" if hosts < replicas else "memory on hosts that are right for them is short"
+        machines = f"{hosts} machine{'s' if hosts > 1 else ''}"
+        short = "memory on machines that are right for them is short"
+        why = f"workers are on {machines}" if hosts < replicas else short
         yield f"{fewer} of {total} experts have fewer than {replicas} copies: {why}"
+
+
+def _on_one_host(copies: Mapping[int, int], workers: Sequence[WorkerSpec]) -> Iterable[str]:
+    able = [worker for worker in workers if worker.may_hold]
+    if len(able) > 1 and max(copies, default=0) > 1 and len({worker.host or worker.peer for worker in able}) == 1:
+        yield f"all {len(able)} workers are on one machine: an expert's copies are lost together with it"
 
 
 def _mixed(there: Holders, workers: Sequence[WorkerSpec]) -> int:

@@ -59,7 +59,7 @@ class Candidate:
         self._election: ElectionService = leadership.election
         self._watch = watch
         self._within_reach = within_reach
-        self._keeper = ModelKeeper(network, models, cache, self._wake)
+        self._keeper = ModelKeeper(network, models, cache, self.wake)
         self._leader: Leader | None = None
         self._draining = False
         self._loaded: Manifest | None = None  # whose trunk is in memory
@@ -85,18 +85,18 @@ class Candidate:
     def leads(self, leader: Leader | None) -> None:
         """This node leads from now on, or no longer."""
         self._leader = leader
-        self._wake()
+        self.wake()
 
     def set_draining(self, draining: bool) -> None:
         self._draining = draining
-        self._wake()
+        self.wake()
 
     def models_changed(self) -> None:
         """A model was added or removed here."""
         self._keeper.models_changed()
         if self._leader is not None:
             self._leader.models_changed()
-        self._wake()
+        self.wake()
 
     def choose(self) -> OpenModel:
         """Open the model to lead with. Blocks.
@@ -122,7 +122,8 @@ class Candidate:
         self.models_changed()
         return {"used": name, "id": manifest.id}
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Something has changed that the election may need to know."""
         self._news.set()
 
     # -- looking ------------------------------------------------------------------------------------------------

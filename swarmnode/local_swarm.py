@@ -193,7 +193,7 @@ class LocalSwarm:
         if backbone:
             merged = _merge(merged, {"swarm": {"role": "member", "mdns": False}}, leads)
         else:
-            leads = _merge({"swarm": {"role": "leader"}}, leads)
+            leads = _merge({"swarm": {"role": "leader", "replicas": 1}}, leads)
 
         def named(name: str) -> Settings:
             apart = {"host": name} if backbone else {}  # elected, each stands for a machine of its own

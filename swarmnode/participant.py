@@ -23,9 +23,10 @@ import structlog
 import trio
 
 from capabilities.advert_content import Phase, Policy, Role
-from capabilities.errors import SwarmError, UsageError
+from capabilities.errors import PeerMistake, SwarmError, UsageError
 from capabilities.held_experts import HeldExperts
 from capabilities.membership_certificate import MembershipCertificate
+from scheduler.placement_record import PlacementRecord
 from swarmnode.asker import FollowingAsker
 from swarmnode.backbone.dialer import Dialer
 from swarmnode.backbone.election_service import ElectionService
@@ -197,6 +198,9 @@ class Participant:
             term,
             borrow=lambda manifest: Borrowing(network, manifest, cache, network.connected_peers).obtain,
             backbone=self._other_backbone_peers,
+            on_covers=lambda _: self.candidate.wake(),
+            inherited=self._inherited(),
+            on_record=self.leadership.set_record,
             verify_member=self._verify_member,
         )
         self.candidate.leads(leader)
@@ -205,6 +209,17 @@ class Participant:
         finally:
             self.leader = None
             self.candidate.leads(None)
+
+    def _inherited(self) -> PlacementRecord | None:
+        """What the leader before has left: who holds what, and who has proven it."""
+        left = self.watch.record
+        if left is None:
+            return None
+        try:
+            return PlacementRecord.from_bytes(left.data)
+        except PeerMistake as mistake:
+            _log.warning("leader.record_unusable", term=left.term, reason=mistake.message)
+            return None
 
     def _other_backbone_peers(self) -> list[PeerId]:
         """Those that are connected."""

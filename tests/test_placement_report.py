@@ -51,7 +51,8 @@ def test_single_points_of_failure_are_sentences() -> None:
     assert report.copies == {1: 4, 2: 8}
     one_host = [replace(worker, host="h") for worker in NEAR]
     assert describe(placement, LAYERS, one_host).degraded == (
-        "4 of 12 experts have fewer than 2 copies: there are 1 hosts",
+        "4 of 12 experts have fewer than 2 copies: workers are on 1 machine",
+        "all 3 workers are on one machine: an expert's copies are lost together with it",
     )
 
 

@@ -14,12 +14,13 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from capabilities.errors import Internal
+from capabilities.errors import Internal, UsageError
 from scheduler.placement_record import PlacementRecord
 from scheduler.settling import REPLACE_AFTER_S, STALLED_S, UNCOVERED_AFTER_S
 from swarmnode.expert_messages import DispatchHead, encode_failure, encode_reply
 from swarmnode.leader.members import MEMBERS_MAX
 from swarmnode.leader.own_experts import OWN_COPY
+from swarmnode.leader.report import placement_json
 from tests.fault_tools import honest
 from tests.memory_swarm import EXPERT_BYTES, LAYERS, N_EXPERT, Lab, Stay, leader_lab
 
@@ -384,15 +385,28 @@ async def test_the_first_epoch_begins_with_one_copy_of_each_and_the_others_follo
         assert slow.fake.begun[-1].epoch == 1
 
 
-async def test_copies_go_to_different_hosts_only(autojump_clock: MockClock) -> None:
+async def test_copies_go_to_different_hosts(autojump_clock: MockClock) -> None:
+    async with leader_lab(expected=3, replicas=2) as lab:
+        together = {str((await lab.join(name, host="the same")).peer) for name in ("one", "two")}
+        await lab.join("three", host="another")
+        await settled(lab)
+        assert lab.placer.coverage.copies() == (2, [])
+        assert lab.placer.coverage.current is not None
+        for holders in lab.placer.coverage.current.holders.values():
+            assert all(len(together & set(peers)) == 1 for peers in holders)
+
+
+async def test_where_all_share_a_host_copies_are_on_different_workers_and_this_is_said(
+    autojump_clock: MockClock,
+) -> None:
     async with leader_lab(expected=2, replicas=2) as lab:
         for name in ("one", "two"):
             await lab.join(name, host="the same")
         await settled(lab)
-        assert lab.placer.coverage.copies() == (1, [])
-        report = lab.placer.report()
+        assert lab.placer.coverage.copies() == (2, [])
+        report = lab.placer.describe()
         assert report is not None
-        assert "1 hosts" in report["degraded"][0]
+        assert report.degraded == ("all 2 workers are on one machine: an expert's copies are lost together with it",)
 
 
 async def test_a_worker_that_drains_is_relieved_and_serves_until_then(autojump_clock: MockClock) -> None:
@@ -455,18 +469,21 @@ async def test_the_leaders_own_node_holds_experts_only_if_the_others_cannot(auto
 
 async def test_what_the_loss_of_a_worker_would_cost(autojump_clock: MockClock) -> None:
     async with leader_lab(expected=2) as lab:
-        assert lab.placer.report() is None
+        assert lab.placer.describe() is None
         one, two = await pair(lab)
         await settled(lab)
-        report, loss = lab.placer.report(), lab.placer.without(str(one.peer))
-        assert report is not None
-        assert loss is not None
-        json.dumps([report, loss])
+        report = placement_json(lab.placer, "one")
+        loss = report["without"]
+        json.dumps(report)
         assert report["coverage"]["min_copies"] == 1
         assert any("one copy, on two" in text for text in report["single_points"])
         assert {peer["name"] for peer in report["peers"]} == {"one", "two"}
-        assert sum(map(len, loss["no_copy"].values())) == SHARE
+        assert sum(len(layer["experts"]) for layer in loss["no_copy"]) == SHARE
         assert loss["bytes_to_move"] == SHARE * EXPERT_BYTES
+        for named in (str(one.peer), str(one.peer)[-8:]):
+            assert placement_json(lab.placer, named)["without"] == loss
+        with pytest.raises(UsageError, match="no worker is called 'three'"):
+            placement_json(lab.placer, "three")
         assert two.state == "ready"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import structlog
 import trio
@@ -20,8 +20,9 @@ from backends.manifest import Manifest
 from backends.program import ExpertProgram
 from capabilities.agreement import Agreement
 from capabilities.errors import Internal
-from scheduler.placement import LayerSpec, Placement, PlacementImpossible, WorkerSpec, output_ranks
+from scheduler.placement import LayerSpec, Placement, PlacementImpossible, WorkerSpec, apart, output_ranks
 from scheduler.placement_record import PlacementRecord
+from scheduler.placement_report import Loss, PlacementReport
 from scheduler.placing import place
 from scheduler.settling import STALLED_S, Present, decide, exclusion_s
 from swarmnode.leader.coverage import Coverage
@@ -225,7 +226,7 @@ class Placer:
             def attempt(some: Sequence[WorkerSpec]) -> Placement:
                 return place(
                     self.layers,
-                    some,
+                    apart(some),
                     term=self.term,
                     epoch=self.last_epoch + 1,
                     previous=previous,
@@ -382,12 +383,12 @@ class Placer:
 
     # -- reports ------------------------------------------------------------------------------------------------
 
-    def report(self) -> dict[str, Any] | None:
-        """The placement that serves, or is prepared, described for people; None if there is none."""
+    def describe(self) -> PlacementReport | None:
+        """The placement that serves, or is prepared, on the workers as they are now; None if there is none."""
         placement = self.coverage.current or self.coverage.wanted
         return None if placement is None else self._specs.describe(placement)
 
-    def without(self, peer: str) -> dict[str, Any] | None:
+    def without(self, peer: str) -> Loss | None:
         """What the loss of a peer would cost; None if there is no placement."""
         placement = self.coverage.current or self.coverage.wanted
         return None if placement is None else self._specs.without(placement, peer)

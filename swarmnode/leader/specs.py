@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any, Final
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
 
 from scheduler.placement import LayerSpec, Placement, WorkerSpec
-from scheduler.placement_report import describe, without
+from scheduler.placement_report import Loss, PlacementReport, describe, without
 from swarmnode.leader.members import Member, Members
 from swarmnode.leader.publishing import numeric_class
 from swarmnode.net.interface import PeerId
@@ -39,21 +39,16 @@ class Specs:
             draining=member.draining,
         )
 
-    def describe(self, placement: Placement) -> dict[str, Any]:
-        """scheduler.placement_report.PlacementReport as plain values, peers with their names; layers are texts."""
+    def describe(self, placement: Placement) -> PlacementReport:
+        """A placement on the members as they are now."""
         names = {str(peer): member.name for peer, member in self._members.by_peer.items()}
-        report = describe(
+        return describe(
             placement, self._layers, self._there(), replicas=self._replicas, output=self._output, names=names
         )
-        plain = asdict(report)
-        for peer in plain["peers"]:
-            peer["name"] = names.get(peer["peer"])
-        return _json({"term": placement.term, "epoch": placement.epoch, **plain})
 
-    def without(self, placement: Placement, peer: str) -> dict[str, Any]:
-        """scheduler.placement_report.Loss as plain values; layers are texts."""
-        loss = without(placement, self._layers, self._there(), peer, replicas=self._replicas, output=self._output)
-        return _json({**asdict(loss), "slowdown": loss.slowdown})
+    def without(self, placement: Placement, peer: str) -> Loss:
+        """What the loss of a peer would cost."""
+        return without(placement, self._layers, self._there(), peer, replicas=self._replicas, output=self._output)
 
     def _there(self) -> list[WorkerSpec]:
         return [self.of(str(member.peer)) for member in self._members.present()]
@@ -72,13 +67,3 @@ def _magnitude(rtt_ms: float) -> float:
     """A round trip up to the next power of two: what wavers by less must not move experts."""
     return max(RTT_MS_MIN, 2.0 ** math.ceil(math.log2(rtt_ms))) if rtt_ms > 0 else RTT_MS_MIN
 
-
-def _json(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys as texts and tuples as lists."""
-    return {key: _plain(value) for key, value in fields.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
