@@ -67,22 +67,29 @@ class Heard:
 
 @dataclass
 class Hand:
-    """A real worker. `away` cuts it off; `back` lets it join again."""
+    """A real worker. `away` ends it, memory and connections; `back` starts it again, with what it has on disk."""
 
     network: MemoryNetwork
     worker: Worker
     swarm: LeadingSwarm
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
     @property
     def name(self) -> str:
         return str(self.network.peer_id)
 
+    async def run(self) -> None:
+        with self.scope:
+            await self.worker.run()
+
     def away(self) -> None:
-        self.swarm.hub.set_delay(self.network.peer_id, self.swarm.network.peer_id, float("inf"))
+        self.scope.cancel()
         self.swarm.hub.cut(self.network.peer_id, self.swarm.network.peer_id)
 
     def back(self) -> None:
-        self.swarm.hub.set_delay(self.network.peer_id, self.swarm.network.peer_id, 0.0)
+        self.swarm.hub.mend(self.network.peer_id, self.swarm.network.peer_id)
+        self.scope = trio.CancelScope()
+        self.swarm.nursery.start_soon(self.run)
 
 
 @dataclass
@@ -147,7 +154,7 @@ class LeadingSwarm:
         worker = Worker(network, view, lambda: said, cache, said.memory_budget_bytes, made)
         hand = Hand(network, worker, self)
         self.hands.append(hand)
-        self.nursery.start_soon(worker.run)
+        self.nursery.start_soon(hand.run)
         return hand
 
     async def until_ready(self) -> None:

@@ -14,6 +14,7 @@ from scheduler.placement import Placement
 from scheduler.placement_record import PlacementRecord
 from swarmnode.leader.coverage import Coverage
 from swarmnode.leader.members import Member, Members
+from swarmnode.leader.publishing import OWN_CLASS
 from swarmnode.net.interface import PeerId
 
 
@@ -33,6 +34,11 @@ class Inheritance:
         self._keep = keep
         self._spent: set[str] = set()  # whose verdict has been used
         self._left: tuple[int, int, frozenset[str]] | None = None
+
+    def classes(self) -> dict[str, str]:
+        """The numeric classes that the record's verdicts tell of."""
+        proven = {} if self.record is None else self.record.proven
+        return {peer: OWN_CLASS for peer, verdict in proven.items() if verdict.bit_identical}
 
     def believed(self, member: Member, share: Placement) -> Agreement | None:
         """What the predecessor found of a worker that still has in memory what it held then."""

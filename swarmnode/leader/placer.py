@@ -110,10 +110,11 @@ class Placer:
         self.last_epoch = 0  # the newest of this term; set before `run` to what another model's placements took
         self._specs = Specs(members, self.layers, settings.replicas, self._ask_f32)
         self._considered: dict[str, WorkerSpec] = {}  # as the last attempt to place took them into account
+        self._inheritance = Inheritance(manifest, members, inherited, on_record)
+        self._classes = self._inheritance.classes()
         self._waiting: set[str] = set()  # they keep their old share until others can do without it
         self._changed = trio.Event()
         self._started_s = trio.current_time()
-        self._inheritance = Inheritance(manifest, members, inherited, on_record)
 
     # -- events -------------------------------------------------------------------------------------------------
 
@@ -374,6 +375,7 @@ class Placer:
             make_routing(
                 self.coverage,
                 self.members,
+                self._classes,
                 q8_layers=self._q8_layers,
                 ask_f32=self._ask_f32,
                 partial_sums=self._settings.partial_sums,

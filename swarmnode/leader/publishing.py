@@ -18,18 +18,23 @@ from swarmnode.leader.own_experts import OWN_COPY
 from swarmnode.leader.routing import Routing
 from swarmnode.net.interface import PeerId
 
-_OWN_CLASS: Final = "the leader's"
+OWN_CLASS: Final = "the leader's"
 
 
 def make_routing(
     coverage: Coverage,
     members: Members,
+    known: dict[str, str],
     *,
     q8_layers: frozenset[int],
     ask_f32: frozenset[int],
     partial_sums: bool,
 ) -> Routing | None:
-    """From a coverage that was refreshed; None if no epoch serves. q8_layers: whose activations may go as Q8_0."""
+    """From a coverage that was refreshed; None if no epoch serves. q8_layers: whose activations may go as Q8_0.
+
+    known: the numeric class of each peer that ever had one, brought up to date here: who stands in for a peer that is
+    away should be of its class.
+    """
     current = coverage.current
     if current is None:
         return None
@@ -38,9 +43,8 @@ def make_routing(
         member = members.by_peer[PeerId(peer)]
         assert member.link is not None
         answering[peer] = member, member.link
-    classes = {peer: kind for peer, (member, _) in answering.items() if (kind := numeric_class(member))}
-    if coverage.own_copy:
-        classes[OWN_COPY] = _OWN_CLASS
+    known |= {peer: kind for peer, (member, _) in answering.items() if (kind := numeric_class(member))}
+    classes = {OWN_COPY: OWN_CLASS, **known} if coverage.own_copy else dict(known)
     speeds = {
         peer: PeerSpeed(
             (members.watch.rtt_ms(member.peer) or 0.0) / 1e3,
@@ -71,7 +75,7 @@ def make_routing(
 def numeric_class(member: Member) -> str | None:
     """None if it is not known. What the probe found stands over what the peer says of itself."""
     if member.agreement is not None and member.agreement.bit_identical:
-        return _OWN_CLASS
+        return OWN_CLASS
     return member.hello.numeric_class or None
 
 
