@@ -23,8 +23,8 @@ own_time, rates   a clock that leaves out this process's sleep; how often somebo
 election     who leads, one object for each backbone peer: its parts are voter, candidacy, leadership and the
              backbone_ledger; election_roles, election_state, election_times, election_status, election_messages
              are what they share
-placing      placement with replicas, hosts and speeds, not in use yet: its parts are placing_table, placing_repair
-             and layer_cost; placement_report says what a placement risks
+placing      placement with replicas, hosts and speeds: its parts are placing_table, placing_repair and layer_cost;
+             placement_report says what a placement risks
 term_guard   a worker's side of it: the newest certified term, which alone is obeyed
 """
 
