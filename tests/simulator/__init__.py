@@ -24,8 +24,8 @@ A run of a whole swarm:
     toy        a language model whose tokens show every mistake
     member     every node's view of who leads
     leading    what a backbone peer does while it leads, as the daemon does it, in callbacks: stays (who is there),
-               placer, coverage and proving (the epochs), dispatching (a layer's rows), engine (the decode loop);
-               messages are what is said
+               placer, coverage, proving and inheritance (the epochs), dispatching (a layer's rows), engine (the
+               decode loop); messages are what is said
     volunteer  a worker, which may turn bad
     asker      who asks, and goes on asking the next leader
     whole      one run: simulate_whole(seed) -> Outcome

@@ -106,7 +106,11 @@ class Answers:
         for query, (host, boot) in list(self._open.items()):
             if query.dropped or not host.up or host.boots != boot:
                 self._end(query)
-            elif not host.stopped and now - query.asked_at > 1.2 * query.request.deadline_s + LATE_S_MAX:
+            elif (
+                not host.stopped
+                and now - host.awake_since > LATE_S_MAX
+                and now - query.asked_at > 1.2 * query.request.deadline_s + LATE_S_MAX
+            ):
                 raise Breach(f"hangs: {query.name} has heard nothing {now - query.asked_at:.1f} s after it was asked")
 
 

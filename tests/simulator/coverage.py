@@ -40,6 +40,17 @@ class Coverage:
         """Every expert can be computed: by a holder, or here."""
         return self.complete or (self.own_copy and self.current is not None)
 
+    @property
+    def reached(self) -> bool:
+        """Every expert has a holder that is there, whether it serves already or not, or can be computed here.
+
+        What the election is told: another leader could do better only about holders that are not there. If one that is
+        there fails, that is this leader's to mend; were it to hand over, its patience would begin anew each time.
+        """
+        there = [stay.peer for stay in self._stays.present() if not stay.silent]
+        target = self.target
+        return self.own_copy or (target is not None and not lacks(target.holders, there))
+
     def refresh(self) -> None:
         current, wanted = self.current, self.wanted
         self.answering, self.holders = {}, {}

@@ -46,6 +46,11 @@ class BackbonePeer:
         self._sent = 0
         self.eligible = self.covers = True
 
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The other backbone peers."""
+        return () if self.election is None else self.election.peers
+
     def start(self) -> None:
         try:
             state = HardState.from_file(self.host.disk.files[VOTES])

@@ -78,11 +78,16 @@ class Harm(Nemesis):
         self._spoil(self._random.choice(self._whole.volunteers), self._random.choice((0.5, 3.0, 12.0)))
 
     def _crash_worker(self) -> None:
-        """It may come back with more memory or less."""
+        """It may come back with more memory or less, or compute something else from then on."""
         name = self._random.choice(self._whole.volunteers)
+        host, health = self._swarm.hosts[name], self._whole.machines.health[name]
+        if not host.up or self._world.now >= self._until:
+            return
         if self._random.random() < 0.3:
-            self._whole.machines.health[name].budget_bytes = self._whole.draw_budget()
-        self._bring_down(self._swarm.hosts[name], 2.0)
+            health.budget_bytes = self._whole.draw_budget()
+        if self._random.random() < 0.2 and health.mischief is Mischief.NOTHING:
+            health.mischief = Mischief.WRONG
+        self._bring_down(host, 2.0)
 
     def _drain_worker(self) -> None:
         """It wants to hold nothing for a while."""

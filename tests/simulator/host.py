@@ -48,6 +48,7 @@ class Host:
         self.boots = 0
         self.up = False
         self.stopped = False
+        self.awake_since = 0.0  # simulated time
         self._build = build
         self._rate = self.random.uniform(0.9, 1.1) if skewed else 1.0
         self._offset = self.random.uniform(0, 1e6) if skewed else 0.0
@@ -114,6 +115,7 @@ class Host:
         if self.up and self.stopped:
             self.world.note(f"{self.name} goes on")
             self.stopped = False
+            self.awake_since = self.world.now
             waiting, self._waiting = self._waiting, []
             for action in waiting:
                 self.do(action)

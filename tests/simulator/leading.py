@@ -13,6 +13,7 @@ from tests.simulator.dispatching import Dispatching
 from tests.simulator.election import BackbonePeer
 from tests.simulator.engine import Engine, Patience
 from tests.simulator.host import Host
+from tests.simulator.inheritance import Inheritance, Keeper, Record
 from tests.simulator.messages import Alive, Ask, Done, Failed, Hello, Token
 from tests.simulator.placer import Placer
 from tests.simulator.streams import End
@@ -40,6 +41,7 @@ class Leading:
         experts: Experts,
         parts: Any,
         patience: Patience,
+        keeper: Keeper,
         *,
         own_copy: bool,
     ) -> None:
@@ -53,6 +55,8 @@ class Leading:
         self._experts = experts
         self._parts = parts
         self._patience = patience
+        self._keeper = keeper
+        self._record: Record | None = None  # that this leadership leaves
         self._own_copy = own_copy
         self._prompts: dict[str, _Prompt] = {}
         peer.on_leader.append(self._leader_changed)
@@ -62,10 +66,17 @@ class Leading:
 
     def _look(self) -> None:
         """Tell the election whether this peer covers every expert; tell askers that their leader lives."""
-        covers = self.reaches(self.host) if self.placer is None else self.placer.coverage.covers
+        covers = self.reaches(self.host) if self.placer is None else self.placer.coverage.reached
         if covers != self._peer.covers:
             self._peer.report(self._peer.eligible, covers)
+        if self._record is not None and self.term:
+            for peer in self._peer.peers:
+                self.host.send(peer, "records", self._record)
         self.host.after(COVER_S, self._look)
+
+    def _keep_record(self, data: bytes) -> None:
+        self._record = Record(self.term, data)
+        self._keeper.keep(data)
 
     def _leader_changed(self, change: LeaderChanged) -> None:
         if self.term and (change.leader != self.host.name or change.term != self.term):
@@ -77,7 +88,8 @@ class Leading:
         self.term = term
         self._dispatching.reset()
         self.engine = Engine(self.host, self._dispatching, self._deliver, self._parts.batcher, self._patience)
-        self.placer = Placer(self.host, term, self._experts, self._dispatching, own_copy=self._own_copy)
+        inheritance = Inheritance(self._keeper.newest, self._keep_record)
+        self.placer = Placer(self.host, term, self._experts, self._dispatching, inheritance, own_copy=self._own_copy)
         self.placer.changed = self.engine.rerouted
         self._dispatching.failed = self.placer.prover.failed
         self._dispatching.rates = self.placer.rate
@@ -91,7 +103,7 @@ class Leading:
         self._dispatching.reset()
         self.placer.end()
         self.placer = self.engine = None
-        term, self.term = self.term, 0
+        term, self.term, self._record = self.term, 0, None
         prompts, self._prompts = self._prompts, {}
         for prompt in prompts.values():
             prompt.stream.send(Failed(NoLeader(f"term {term} is over")))

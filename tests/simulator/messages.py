@@ -25,6 +25,7 @@ class Hello:
     budget_bytes: int
     numeric_class: str
     host: str  # the machine that it runs on
+    holding: tuple[tuple[int, int], ...]  # terms and epochs of the sets in its memory
 
 
 @dataclass(frozen=True, slots=True)

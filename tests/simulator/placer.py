@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from scheduler.dispatch import LayerRouting
 from scheduler.placement import LayerSpec, Placement, PlacementImpossible, WorkerSpec
@@ -16,6 +17,7 @@ from scheduler.settling import Present, decide, exclusion_s
 from tests.simulator.coverage import Coverage, lacks
 from tests.simulator.dispatching import Dispatching
 from tests.simulator.host import Host
+from tests.simulator.inheritance import Inheritance
 from tests.simulator.messages import Assign, Begin, Loaded
 from tests.simulator.proving import Prover
 from tests.simulator.stays import Stay, Stays
@@ -29,7 +31,16 @@ SPECS = tuple(LayerSpec(layer, EXPERTS, EXPERT_BYTES) for layer in LAYERS)
 class Placer:
     """Of one leadership. `changed` hears whenever what can be used may have changed."""
 
-    def __init__(self, host: Host, term: int, experts: Experts, dispatching: Dispatching, *, own_copy: bool) -> None:
+    def __init__(
+        self,
+        host: Host,
+        term: int,
+        experts: Experts,
+        dispatching: Dispatching,
+        inheritance: Inheritance,
+        *,
+        own_copy: bool,
+    ) -> None:
         self.changed: Callable[[], None] = lambda: None
         self.stays = Stays(host, self)
         self.coverage = Coverage(self.stays, own_copy=own_copy, joined_epochs=not dispatching.sums)
@@ -42,6 +53,12 @@ class Placer:
         self._waiting: set[str] = set()  # they keep their old share until others can do without it
         self._planned = 0
         self._due = math.inf
+        self._started = host.now()
+        self._inheritance = inheritance
+        if inheritance.record is not None:
+            self._epoch = 1
+            self.coverage.current = replace(inheritance.record.placement, term=term, epoch=1)
+            host.world.note(f"{host.name} inherits what was {inheritance.record.name}")
         self._decide()
 
     def end(self) -> None:
@@ -59,6 +76,8 @@ class Placer:
     # -- events -------------------------------------------------------------------------------------------------
 
     def joined(self, stay: Stay) -> None:
+        if self.share_of(stay.peer) is not None:
+            self._considered.setdefault(stay.peer, stay.spec())  # of a placement that was inherited
         self.assign(stay)
         self._decide_in(0.0)
 
@@ -95,7 +114,8 @@ class Placer:
         now, target = self._host.now(), self.coverage.target
         holders = frozenset(target.peers()) if target is not None else frozenset()
         present: dict[str, Present] = {}
-        lost = {peer: stay.lost_s for peer, stay in self.stays.by_peer.items() if stay.lost_s is not None}
+        lost = dict.fromkeys(sorted(holders), self._started)  # an inherited holder gets its time to come
+        lost |= {peer: stay.lost_s for peer, stay in self.stays.by_peer.items() if stay.lost_s is not None}
         again_s = AGAIN_S_MAX
         for stay in self.stays.present():
             if stay.peer in holders and stay.failing_since_s is not None:
@@ -216,6 +236,12 @@ class Placer:
             self._let_go()
             self._decide_in(0.0)
 
+    def believes(self, stay: Stay, share: Placement) -> bool:
+        return self._inheritance.believes(stay, share)
+
+    def spend(self, stay: Stay) -> None:
+        self._inheritance.spend(stay)
+
     def proven(self) -> None:
         """Begin the wanted epoch once all its workers have proven it, or, where the present one falls short, one for
         each expert."""
@@ -229,6 +255,7 @@ class Placer:
                 if peer in self.stays.by_peer:
                     self.assign(self.stays.by_peer[peer])
         self.usable_changed()
+        self._inheritance.leave(self.coverage)
         self._dispatching.when_drained(self._tell_begun)
 
     def _tell_begun(self) -> None:

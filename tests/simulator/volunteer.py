@@ -111,7 +111,8 @@ class Volunteer:
         stream.on_message = lambda message: self._told(stream, message)
         stream.on_close = lambda: self._lost(stream)
         health = self.health
-        stream.send(Hello(term, health.budget_bytes, health.numeric_class, health.machine))
+        holding = tuple(sorted(name for each in self._sets for name in each.names))
+        stream.send(Hello(term, health.budget_bytes, health.numeric_class, health.machine, holding))
         self.tell_policy()
         self._detector.add(leader, self.host.now())
 

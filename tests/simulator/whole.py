@@ -15,6 +15,7 @@ from tests.simulator.election import Orders, Parts
 from tests.simulator.engine import Patience
 from tests.simulator.harm import Harm
 from tests.simulator.host import Behaviour, Host
+from tests.simulator.inheritance import Keeper
 from tests.simulator.leading import Leading, Prompts
 from tests.simulator.member import Member
 from tests.simulator.swarm import POLL_S, Outcome, Swarm, recover, settle, told
@@ -99,16 +100,11 @@ class WholeSwarm(Swarm):
             peer = self.parts.backbone_peer(host, self.parts, self.checks, first)
             dispatching = Dispatching(host, self.experts, self.answers.combined, sums=self.sums)
             dispatching.replaced = self.answers.took_over
-            leading = Leading(
-                peer,
-                dispatching,
-                self.experts,
-                self.parts,
-                self.patience,
-                own_copy=host.name in self.machines.have_file,
-            )
+            own_copy = host.name in self.machines.have_file
+            keeper = Keeper(host, member)
+            leading = Leading(peer, dispatching, self.experts, self.parts, self.patience, keeper, own_copy=own_copy)
             leading.reaches = self.reaches
-            built += [Orders(peer, tuple(self.hosts)), dispatching, leading, Prompts(leading), peer]
+            built += [Orders(peer, tuple(self.hosts)), keeper, dispatching, leading, Prompts(leading), peer]
         if host.name in self.askers:
             asker = Asker(host, member, self.hosts, self.experts, self.answers, self.parts.attempts, self.plague_s)
             built.append(asker)
