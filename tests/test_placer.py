@@ -211,6 +211,22 @@ async def test_a_worker_that_fails_the_first_probe_is_asked_again_and_named_mean
         assert two.member.error is None
 
 
+async def test_holders_that_are_there_and_fail_are_within_reach_and_absent_ones_are_not(
+    autojump_clock: MockClock,
+) -> None:
+    """A leader that handed over because a holder fails would leave its successor the same, and so on."""
+    async with leader_lab(expected=2) as lab:
+        assert not lab.placer.coverage.reached
+        one, two = await pair(lab, spoil=wrong)
+        await settled(lab, 2.0)
+        assert not lab.placer.coverage.covers
+        assert lab.placer.coverage.reached
+        await two.leave()
+        await settled(lab)
+        assert not lab.placer.coverage.reached
+        assert one.member.failures
+
+
 async def test_a_worker_that_cannot_load_is_assigned_again(autojump_clock: MockClock) -> None:
     async with leader_lab(expected=1) as lab:
         one = await lab.join("one", claims_loaded=False)

@@ -58,6 +58,18 @@ class Coverage:
         """Every expert can be computed: by a holder, or here."""
         return self.complete or (self.own_copy and self.current is not None)
 
+    @property
+    def reached(self) -> bool:
+        """Every expert has a holder that is there, whether it serves already or not, or can be computed here.
+
+        What elections go by: another leader could do better only about holders that are not there. One that is there
+        and fails is this leader's to mend; if it handed over instead, patience would begin anew with each successor.
+        """
+        if self.own_copy or self.target is None:
+            return self.own_copy
+        there = {str(member.peer) for member in self._members.present() if not member.silent}
+        return all(not there.isdisjoint(peers) for holders in self.target.holders.values() for peers in holders)
+
     def refresh(self) -> None:
         """Look at who can be used: `answering` names the placement of each, `holders` who answers for each expert."""
         current, wanted = self.current, self.wanted

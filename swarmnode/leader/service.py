@@ -158,8 +158,8 @@ class Leader:
 
     @property
     def covers(self) -> bool:
-        """Every expert can be computed: on a worker, or here. A leader that cannot do it for long should not lead."""
-        return self.active is not None and self.active.placer.coverage.covers
+        """Every expert is within reach: on a worker, or here. A leader without that for long should not lead."""
+        return self.active is not None and self.active.placer.coverage.reached
 
     def replies(self, ask: Ask) -> AbstractAsyncContextManager[AsyncIterator[Reply]]:
         """Answer a prompt of this node's own user (asker.Asker)."""

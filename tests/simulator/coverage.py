@@ -44,8 +44,7 @@ class Coverage:
     def reached(self) -> bool:
         """Every expert has a holder that is there, whether it serves already or not, or can be computed here.
 
-        What the election is told: another leader could do better only about holders that are not there. If one that is
-        there fails, that is this leader's to mend; were it to hand over, its patience would begin anew each time.
+        What elections go by: another leader could do better only about holders that are not there.
         """
         there = [stay.peer for stay in self._stays.present() if not stay.silent]
         target = self.target
