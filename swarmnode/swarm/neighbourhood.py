@@ -64,7 +64,7 @@ class Neighbourhood:
             chosen = random.choice(nearby)
             self._tried[chosen] = now
             if await self._dial(chosen, self._nearby().get(chosen, ())) is None:
-                del self._tried[chosen]
+                self._tried.pop(chosen, None)  # `look` may have been quicker
             self._wake.set()
             return
         candidates = [
@@ -85,7 +85,7 @@ class Neighbourhood:
         failure = await self._dial(peer, view.advert.content.addresses)
         if failure is None:
             self._unreached.reached(peer)
-            del self._tried[peer]
+            self._tried.pop(peer, None)
             return True
         self._unreached.failed(peer, *failure)
         return False
