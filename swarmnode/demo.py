@@ -1,7 +1,8 @@
 """`swarmctl demo`: four daemons on this machine, one prompt, and a proof.
 
-It makes the demo model once, starts a leader and three workers as processes of their own, asks from a worker, streams
-the answer, shows the status, and compares the tokens with llama.cpp on the undivided model. Everything that it started
+It makes the demo model once, starts a swarm of four daemons as processes of their own, three of which may lead, asks
+from one that does not, streams the answer, shows the status, and compares the tokens with llama.cpp on the undivided
+model. Everything that it started
 ends with it, unless `--keep` hands the swarm over; `--stop` ends a kept one.
 """
 
@@ -31,6 +32,7 @@ from swarmnode.undivided import Undivided
 PROMPT: Final = "Why is sleep important?"
 MAX_TOKENS: Final = 120
 WORKERS: Final = 3
+BACKBONE: Final = 3  # of the four daemons: any one may fail, and another leads
 MODEL_NAME: Final = "demo"
 CONTEXT_TOKENS: Final = 2048
 _KEPT: Final = "demo-swarm.json"
@@ -56,7 +58,7 @@ def run_demo(
         _refuse_second(cache)
     model = ensure_demo_model(cache, progress)
     root = Path(tempfile.mkdtemp(prefix="swarmnode-demo-"))
-    swarm = LocalSwarm(root, WORKERS, leader={"leader": {"context_tokens": CONTEXT_TOKENS}})
+    swarm = LocalSwarm(root, WORKERS, backbone=BACKBONE, leader={"leader": {"context_tokens": CONTEXT_TOKENS}})
     try:
         with _ending_on_sigterm(), swarm:
             progress("starting four daemons", 1, 1)

@@ -123,7 +123,22 @@ class Participant:
         )
 
     async def run(self) -> None:
+        # The worker outlives the leader: this node's own may be one of its workers, and must not be lost under a step.
+        works = trio.CancelScope(shield=True)
+
+        async def work() -> None:
+            with works:
+                await self.worker.run()
+
         async with self._open_adverts(), trio.open_nursery() as nursery:
+            nursery.start_soon(work)
+            try:
+                await self._run_all_but_the_worker()
+            finally:
+                works.cancel()
+
+    async def _run_all_but_the_worker(self) -> None:
+        async with trio.open_nursery() as nursery:
             await nursery.start(self.dialer.run)
             await nursery.start(self.election.run)
             await nursery.start(self.watch.run)
@@ -132,12 +147,10 @@ class Participant:
             ShardService(self._serving.find).register(self._network)
             serve_pings(self._network)
             serve_status(self._network, self._answer)
-            nursery.start_soon(self.worker.run)
             nursery.start_soon(self.candidate.run)
             nursery.start_soon(self._lead)
             nursery.start_soon(self._renew)
             nursery.start_soon(self._measure_the_model)
-            await trio.sleep_forever()
 
     async def goodbye(self) -> None:
         """Before this node goes: let another peer lead, if it does, and tell everybody. Takes seconds at most."""

@@ -46,7 +46,7 @@ def test_single_points_of_failure_are_sentences() -> None:
         "expert 1 of layer 2 has one copy, on c",
     )
     assert report.degraded == (
-        "4 of 12 experts have fewer than 2 copies: memory on hosts that are right for them is short",
+        "4 of 12 experts have fewer than 2 copies: memory on machines that are right for them is short",
     )
     assert report.copies == {1: 4, 2: 8}
     one_host = [replace(worker, host="h") for worker in NEAR]
