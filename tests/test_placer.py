@@ -124,11 +124,13 @@ async def test_the_old_epoch_serves_while_a_newcomer_loads(autojump_clock: MockC
     async with leader_lab(expected=2, settle_s=1.0) as lab:
         one, two = await pair(lab)
         await settled(lab)
+        begun = len(two.fake.begun)
         slow = await lab.join("slow", claims_loaded=False)
         await settled(lab, 1.1)
         assert [assign.epoch for assign in two.fake.assigned] == [1, 2]
         assert (lab.ready, lab.placer.coverage.epoch, slow.state) == (True, 1, "loading")
         assert lab.placer.coverage.held_now(slow.member) == 0
+        assert len(two.fake.begun) == begun  # to hear of the old epoch again would end the new one's name
         await slow.fake.report("loaded")
         await settled(lab)
         assert (lab.ready, lab.placer.coverage.epoch, slow.state) == (True, 2, "ready")
@@ -551,6 +553,7 @@ async def test_a_successor_serves_at_once_with_those_who_still_hold_what_they_ha
         (assign,) = stays["one"].fake.assigned
         assert (assign.term, assign.held) == (5, record.placement.held_by(str(stays["one"].peer)))
         dispatched.clear()
+        lab.engine.running = 1
         await stays["one"].leave()
         await stays["one"].back()
         await settled(lab, 1)
