@@ -21,7 +21,7 @@ COLUMNS = 80
 MISSING_SHOWN = 5
 ENTRIES_SHOWN = 8
 _NUMBERS = frozenset(("experts", "MiB", "rtt ms", "layers", "size", "llama.cpp", "swarm", "ratio"))
-_WIDTHS = {"peer": (8, 10), "id": (8, 8), "roles": (6, 15), "state": (13, 13), "backend": (7, 8), "version": (7, 7)}
+_WIDTHS = {"peer": (8, 12), "id": (8, 8), "roles": (6, 15), "state": (13, 13), "backend": (7, 8), "version": (7, 7)}
 _STATE_STYLES = {"ready": "green", "joining": "yellow", "loading": "yellow", "suspect": "red", "gone": "red"}
 
 
