@@ -218,3 +218,25 @@ async def test_errors_inside_come_out_as_themselves() -> None:
     with pytest.raises(KeyError, match="mine"):
         async with open_memory_hub():
             raise KeyError("mine")
+
+
+async def test_what_the_end_does_to_a_handlers_tasks_stays_inside(autojump_clock: MockClock) -> None:
+    """The network is left while a handler has two tasks: one is cancelled, the other then meets a closed stream."""
+    async with open_memory_hub() as hub:
+        left, right = await connected(hub)
+
+        async def two_tasks(stream: Stream) -> None:
+            async def fail_at_the_end() -> None:
+                try:
+                    await trio.sleep_forever()
+                finally:
+                    raise StreamReset("the stream ended with the network")
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(fail_at_the_end)
+                nursery.start_soon(trio.sleep_forever)
+                await stream.send(b"runs")
+
+        right.serve("/test/tasks/1", two_tasks, max_streams_per_peer=1)
+        stream = await left.open_stream(right.peer_id, "/test/tasks/1")
+        assert await stream.receive_exactly(4) == b"runs"

@@ -59,6 +59,11 @@ class Handlers:
             else:
                 log.exception("handler failed", protocol=stream.protocol, peer=stream.peer)
                 self._counters.handler_errors += 1
+        except BaseExceptionGroup as group:  # cancelled, with what the end did to its tasks
+            await stream.reset()
+            _, rest = group.split((NetworkError, PeerMistake, trio.TooSlowError))
+            assert rest is not None  # the cancellation
+            raise rest from None
         except BaseException:
             await stream.reset()
             raise
