@@ -33,7 +33,7 @@ from swarmnode.net.interface import NetworkError, PeerId
 from swarmnode.pinger import PROTOCOL as PING
 from swarmnode.prompt_messages import PROTOCOL as PROMPT
 from swarmnode.shards.messages import PROTOCOL as SHARDS
-from swarmnode.status import PROTOCOL as STATUS
+from swarmnode.status_service import PROTOCOL as STATUS
 from swarmnode.wire import encode_frame, read_frame
 from tests.fault_tools import (
     FakeWorker,
