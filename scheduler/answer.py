@@ -34,6 +34,7 @@ class Answer:
     slot     that sequence, once it has one
     touched  the sequence may hold something of it
     ended    why the answer is complete, or None while it grows
+    mixed    a peer of another numeric class than the placement's computed some of it
     """
 
     def __init__(self, request: Request, context_tokens: int, vocabulary: Vocabulary, now: float) -> None:
@@ -45,6 +46,7 @@ class Answer:
         self.queue_position: int | None = None  # as last told
         self.deadline = now + request.deadline_s
         self.ended: FinishReason | None = None
+        self.mixed = False
         self._context_tokens = context_tokens
         self._vocabulary = vocabulary
         self._submitted_at = now
@@ -100,6 +102,7 @@ class Answer:
             rest.text,
             Usage(len(self.request.prompt_tokens), self.completion),
             Timings(queue_s=admitted - self._submitted_at, prefill_s=first - admitted, decode_s=now - first),
+            self.mixed,
         )
 
     def _extend_text(self, token: int) -> str:

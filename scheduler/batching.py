@@ -212,10 +212,13 @@ class Batcher:
             return self._issue("decode", [(answer, 1) for answer in decoding])
         return None
 
-    def step_done(self, step: Step, logits: NDArray[np.float32], now: float) -> list[Effect]:
+    def step_done(
+        self, step: Step, logits: NDArray[np.float32], now: float, *, mixed: bool = False
+    ) -> list[Effect]:
         """The step's rows are in the cache: sample where they asked for it.
 
         logits: float32 [number of rows that want them, n_vocab]. Some that are not finite fail their request alone.
+        mixed: a peer of another numeric class than the placement's took part.
         """
         expected = (sum(part.wants_logits for part in step.parts), self._vocabulary.n_tokens)
         if logits.shape != expected:
@@ -225,6 +228,7 @@ class Batcher:
         for part, answer in zip(step.parts, self._end_step(step), strict=True):
             if answer.slot is not None:  # it may have ended while the step ran
                 self._parking.done(answer)
+                answer.mixed |= mixed
                 answer.cached += part.rows
                 if part.wants_logits:
                     effects += self._advance(answer, logits[row], now)

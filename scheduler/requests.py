@@ -105,6 +105,7 @@ class FinishedEffect:
 
     finish_reason  "stop": the end token or a stop string; "length": max_tokens, or the context is full
     text           the rest of the text, held back until now
+    mixed          a peer of another numeric class than the placement's computed some of it
     """
 
     request: str
@@ -112,6 +113,7 @@ class FinishedEffect:
     text: str = field(repr=False)
     usage: Usage
     timings: Timings
+    mixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,6 +221,7 @@ def _result(
         "leader": leader,
         "request_id": ask.request_id,
         "seed": ask.params.seed,
+        "mixed_classes": done.mixed,
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,

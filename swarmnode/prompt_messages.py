@@ -126,13 +126,15 @@ class Alive:
 class Done:
     """The answer is complete; `text` is what was held back until now.
 
-    `leader` is not sent: the asker fills in whom it heard it from.
+    `mixed`: a peer of another numeric class than the placement's computed some of it, at this leader. `leader` is not
+    sent: the asker fills in whom it heard it from.
     """
 
     finish_reason: Literal["stop", "length"]
     text: str = field(repr=False)
     usage: Usage
     timings: Timings
+    mixed: bool = False
     leader: str = field(default="", compare=False)
 
 
@@ -238,7 +240,7 @@ def encode_reply(reply: Reply) -> bytes:
             return encode_frame({"kind": "token", "i": index, "t": token}, text.encode("utf-8", errors="replace"))
         case Alive():
             return encode_frame({"kind": "alive"})
-        case Done(reason, text, usage, timings, _):
+        case Done(reason, text, usage, timings, mixed, _):
             header = {
                 "kind": "done",
                 "finish_reason": reason,
@@ -247,6 +249,7 @@ def encode_reply(reply: Reply) -> bytes:
                 "queue_s": timings.queue_s,
                 "prefill_s": timings.prefill_s,
                 "decode_s": timings.decode_s,
+                "mixed": mixed,
             }
             return encode_frame(header, text.encode("utf-8", errors="replace"))
         case Failed(error):
@@ -273,7 +276,9 @@ def decode_reply(frame: Frame) -> Reply:
                 raise PeerMistake(f"an answer ended for the reason {reason!r}")
             tokens = [fields.integer(key, 0, 2**31) for key in ("prompt_tokens", "completion_tokens")]
             seconds = [fields.number(key, 0, 1e9) for key in ("queue_s", "prefill_s", "decode_s")]
-            return Done("stop" if reason == "stop" else "length", _text(frame), Usage(*tokens), Timings(*seconds))
+            mixed = fields.has("mixed") and fields.flag("mixed")
+            finish: Literal["stop", "length"] = "stop" if reason == "stop" else "length"
+            return Done(finish, _text(frame), Usage(*tokens), Timings(*seconds), mixed)
         case "error":
             return Failed(fields.error("error"))
         case kind:

@@ -35,6 +35,7 @@ class MadeUpModel:
         self._sequences: dict[int, list[int]] = {}
 
     routings = 0
+    mixed = False
 
     def begin_step(self, requests: Sequence[str]) -> None:
         pass

@@ -17,7 +17,7 @@ from scheduler.attempts import NO_LEADER_S
 from scheduler.requests import Timings, Usage
 from scheduler.sampling import SamplingParams
 from swarmnode import limits
-from swarmnode.asker import FollowingAsker
+from swarmnode.asker import FIRST_LEADER_S, FollowingAsker
 from swarmnode.net.interface import Stream
 from swarmnode.net.memory import MemoryHub, MemoryNetwork, open_memory_hub
 from swarmnode.prompt_messages import (
@@ -319,11 +319,20 @@ def says(*replies: Reply) -> Script:
     return script
 
 
-async def test_without_a_leader_a_request_fails_at_once(autojump_clock: MockClock) -> None:
-    async with scripted() as swarm:
+async def test_without_a_leader_a_request_waits_for_an_election_and_no_longer(autojump_clock: MockClock) -> None:
+    async with scripted(says(DONE)) as swarm:
+
+        async def elect() -> None:
+            await trio.sleep(FIRST_LEADER_S - 0.1)
+            swarm.view.set(swarm.leaders[0].peer_id, 1)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(elect)
+            assert await swarm.answer() == [DONE]
+        swarm.view.set(None)
         started = trio.current_time()
         (reply,) = await swarm.answer()
-        assert trio.current_time() == started
+        assert trio.current_time() - started == pytest.approx(FIRST_LEADER_S)
         assert isinstance(reply, Failed)
         assert (reply.error.type, "there is an election" in reply.error.message) == ("no_leader", True)
         assert swarm.asker.leader is None

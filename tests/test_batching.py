@@ -133,6 +133,23 @@ def test_a_request_from_submit_to_end() -> None:
     assert core.next_step(15.0) is None
 
 
+def test_an_answer_tells_if_one_of_its_steps_mixed_classes() -> None:
+    core, model = batcher(), HashModel(64)
+    core.submit(request("mixed", max_tokens=3), 0.0)
+    ends = []
+    for number in range(4):
+        if number == 2:
+            core.submit(request("pure", max_tokens=1), 0.0)
+        step = core.next_step(0.0)
+        assert step is not None
+        ends += [
+            (effect.request, effect.mixed)
+            for effect in core.step_done(step, model.run(step), 0.0, mixed=number == 1)
+            if isinstance(effect, FinishedEffect)
+        ]
+    assert sorted(ends) == [("mixed", True), ("pure", False)]
+
+
 @pytest.mark.parametrize("batch", [1, 2, 3, 7, 64])
 def test_any_chunks_give_the_same_tokens(batch: int) -> None:
     wanted = request(prompt=range(20), max_tokens=6)

@@ -36,6 +36,7 @@ class CountingModel:
         self.steps: list[tuple[str, ...]] = []
 
     routings = 0
+    mixed = False
 
     def begin_step(self, requests: Sequence[str]) -> None:
         self.steps.append(tuple(requests))
@@ -120,6 +121,11 @@ async def test_requests_are_answered() -> None:
         assert engine.engine.statistics().batcher.finished == 2
         assert engine.engine.statistics().steps > 40
         assert set(engine.model.cleared) <= {0, 1}
+        assert not one.end.mixed
+        engine.model.mixed = True
+        three = engine.submit("three")
+        await ended(three)
+        assert three.end.mixed
 
 
 async def test_news_do_not_wait_for_a_step() -> None:

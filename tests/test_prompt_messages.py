@@ -68,7 +68,7 @@ REPLIES = st.one_of(
     st.just(Alive()),
     st.builds(
         Done, st.sampled_from(["stop", "length"]), TEXT, st.builds(Usage, COUNT, COUNT),
-        st.builds(Timings, SECONDS, SECONDS, SECONDS),
+        st.builds(Timings, SECONDS, SECONDS, SECONDS), st.booleans(),
     ),
 )  # fmt: skip
 

@@ -43,6 +43,10 @@ class StepExecutor(ExpertExecutor, Protocol):
     @property
     def routings(self) -> int: ...
 
+    @property
+    def mixed(self) -> bool:
+        """Whether a peer of another numeric class than the placement's took part in the last step."""
+
     def begin_step(self, requests: Sequence[str]) -> None: ...
 
 
@@ -245,7 +249,7 @@ class DecodeEngine:
         now = time.monotonic()
         self._steps += 1
         self._decode_s += now - started
-        return self._batcher.step_done(step, logits, now)
+        return self._batcher.step_done(step, logits, now, mixed=self._executor.mixed)
 
     def _failed(self, step: Step, error: SwarmError) -> list[Effect]:
         _log.warning("engine.step_aborted", requests=step.requests, error=error.to_json())

@@ -291,8 +291,8 @@ class _Sink:
                     self._on_begin(self._ask.request_id)
             case TokenEffect(_, index, token, text, _):
                 reply = Token(index, token, text)
-            case FinishedEffect(_, reason, text, usage, timings):
-                reply = Done(reason, text, usage, timings)
+            case FinishedEffect(_, reason, text, usage, timings, mixed):
+                reply = Done(reason, text, usage, timings, mixed)
             case FailedEffect(_, error):
                 reply = Failed(error)
                 if error.details.get("request_id") == _name(self._ask):
