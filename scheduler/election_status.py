@@ -53,8 +53,8 @@ def _why_none(voter: Voter, role: Role, answering: tuple[str, ...], eligible: bo
         return "this peer lost the file of its votes: remove it from the backbone and add it anew"
     if role is Role.OUTSIDER:
         return "this peer is no member of the backbone and hears no leader"
+    if not eligible:  # then it says nothing, and hears nothing of others like it
+        return "this peer may not lead now, and hears no other leader"
     if len(answering) < acting.quorum:
         return f"{len(answering)} of {len(acting.peers)} backbone peers answer, and {acting.quorum} are needed"
-    if not eligible:
-        return "this peer may not lead now, and hears no other leader"
     return "an election is under way"

@@ -49,7 +49,7 @@ class Candidate:
     ) -> None:
         """`within_reach`: what the peers say to hold of a model that this node could send work to, itself included."""
         self.reason = ""
-        """Why this node may not lead; empty if it may."""
+        """Why this node may not lead, after "this peer may not lead: "; empty if it may."""
         self._me = network.peer_id
         self._store = store
         self._models = models
@@ -111,14 +111,17 @@ class Candidate:
 
         Raises:
             ModelNotFound: there is none of this name.
-            UsageError: another peer leads.
+            UsageError: another peer leads, or the configuration names the model.
         """
+        if configured := self._choice.configured:
+            hint = "Change it there, and start the daemon again."
+            raise UsageError(f"leader.model in the configuration names {configured} for this node", hint=hint)
         manifest = await trio.to_thread.run_sync(self._models.manifest, name)
         leader = self._watch.leader
         if leader is not None and leader.peer != self._me:
             hint = f"Run the command on the machine of {leader.peer}; the others follow it."
             raise UsageError("the leader decides which model the swarm serves", hint=hint, peer=str(leader.peer))
-        await trio.to_thread.run_sync(self._choice.use, name, manifest.id)
+        await trio.to_thread.run_sync(self._choice.remember, manifest.id)
         self.models_changed()
         return {"used": name, "id": manifest.id}
 
@@ -129,7 +132,7 @@ class Candidate:
     # -- looking ------------------------------------------------------------------------------------------------
 
     async def _look(self) -> None:
-        self._follow_the_leader()
+        await self._follow_the_leader()
         try:
             await self._get_ready()
             self.reason = ""
@@ -137,36 +140,49 @@ class Candidate:
             if self.reason != error.message:
                 _log.info("candidate.may_not_lead", reason=error.message)
             self.reason = error.message
-        await self._election.report(eligible=not self.reason, covers=not self.reason and self._covers())
+        may = not self.reason
+        await self._election.report(eligible=may, covers=may and self._covers(), why=self.reason)
 
-    def _follow_the_leader(self) -> None:
+    async def _follow_the_leader(self) -> None:
         """The model that it serves is the one to keep; this node's own, while it leads, is what it tells."""
         if self._leader is not None:
-            self._leadership.set_model("" if self._leader.active is None else self._leader.active.manifest.id)
+            active = "" if self._leader.active is None else self._leader.active.manifest.id
+            self._leadership.set_model(active)
+            if active and (self._choice.configured or not self._choice.swarm_active):  # else it follows the choice
+                await self._remember(active)
             return
         record, leader = self._store.record, self._watch.leader
         in_backbone = record is not None and self._me in record.backbone.peers
         if leader is not None and (model := self._watch.model):
-            self._choice.swarm_active = model
+            self._choice.heard = model
             if in_backbone:
+                await self._remember(model)
                 assert record is not None
                 others = sorted(set(record.backbone.peers) - {leader.peer, self._me})
                 self._keeper.want(model, [leader.peer, *map(PeerId, others)])
         if not in_backbone:
             self._keeper.want("", ())
 
+    async def _remember(self, model: str) -> None:
+        try:
+            await trio.to_thread.run_sync(self._choice.remember, model)
+        except OSError as error:
+            _log.warning("candidate.choice_not_stored", reason=error.strerror)
+
     async def _get_ready(self) -> None:
         """Have the trunk in memory. Raises SwarmError with what is missing."""
         record = self._store.record
         if record is None or self._me not in record.backbone.peers:
-            raise NotReady("this peer is not in the backbone")
+            raise NotReady("it is not in the backbone")
         if self._draining and self._leader is None:  # a leader leads on until another one has taken over
-            raise NotReady("this peer is draining")
+            raise NotReady("it is draining")
         ids = await trio.to_thread.run_sync(self._models.ids)
-        name = self._choice.name(ids)
-        active = self._choice.swarm_active
-        if active and ids.get(name) != active:
-            raise NotReady("the trunk of the swarm's model is not here yet")
+        try:
+            name = self._choice.name(ids)
+        except NotReady as error:
+            raise NotReady(f"it needs {error.message}") from error
+        if self._choice.heard and ids.get(name) != self._choice.heard:
+            raise NotReady("its configuration names another model than the swarm's")
         if self._leader is None and (self._loaded is None or self._loaded.id != ids.get(name)):
             opened = await trio.to_thread.run_sync(self._models.open, name)
             try:

@@ -1,7 +1,8 @@
-"""Which model a leader serves: the configuration's word, else the swarm's, else this node's own choice.
+"""Which model a leader serves: the configuration's word, else the swarm's, else the only one.
 
-A new leader goes on with the model that the swarm served before, if it holds it: whoever leads, the answers stay those
-of one model. `swarmctl model use NAME` on the leader changes it, and is remembered for when the whole swarm restarts.
+A new leader goes on with the model that the swarm served before: whoever leads, the answers stay those of one model.
+Every backbone peer remembers which it is, so a swarm whose daemons all end comes back with it, whoever is there first.
+`swarmctl model use NAME` on the leader changes it.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from capabilities.errors import NotReady
 from swarmnode.durable import write_whole
 from swarmnode.models import Models, OpenModel
 
-_NAME_BYTES_MAX = 255
+_FILE_BYTES_MAX = 255
 
 
-def choose(ids: Mapping[str, str], configured: str, swarm_active: str, chosen: str) -> str:
+def choose(ids: Mapping[str, str], configured: str, swarm_active: str) -> str:
     """The name of the model to lead with.
 
     `ids`: the manifest's id of each model that this node holds, by name. `configured`: leader.model. `swarm_active`:
-    the id that the swarm served last. `chosen`: what was chosen on this node. Empty: nothing is known.
+    the id that the swarm serves, or served last; empty: nothing is known.
 
     Raises:
         NotReady: there is none, or no way to tell which; the message says what to do.
@@ -30,32 +31,38 @@ def choose(ids: Mapping[str, str], configured: str, swarm_active: str, chosen: s
     for name, manifest_id in sorted(ids.items()):
         if manifest_id == swarm_active:
             return name
-    if chosen in ids:
-        return chosen
-    if len(ids) > 1:
-        raise NotReady(f"a choice: `swarmctl model use NAME` with one of {', '.join(sorted(ids))}")
+    names = ", ".join(sorted(ids))
+    if swarm_active:
+        other = f": `swarmctl model use NAME` makes it serve one of {names}" if names else ""
+        raise NotReady(f"the swarm's model, which is not here{other}")
     if not ids:
         raise NotReady("a model to serve: `swarmctl model add FILE`")
+    if len(ids) > 1:
+        raise NotReady(f"a choice: `swarmctl model use NAME` with one of {names}")
     return next(iter(ids))
 
 
 class ModelChoice:
-    """What this node knows of it; one file holds what was chosen here."""
+    """What this node knows of it; one file holds it for the next start."""
 
-    def __init__(self, file: Path, configured: str) -> None:
-        """`file` need not exist. A file that cannot be read counts as no choice: the next one replaces it."""
-        self.swarm_active = ""
-        """The manifest id that the swarm's leader named last; set it when the leader's word comes."""
+    def __init__(self, file: Path, configured: str, swarm: str = "-") -> None:
+        """`file` need not exist. One that cannot be read, or is another swarm's, counts as no choice, and is replaced
+        by the next one."""
+        self.configured = configured
+        self.heard = ""
+        """What a leader has named since this node's start."""
         self._file = file
-        self._configured = configured
-        try:
-            self._chosen = file.read_bytes()[:_NAME_BYTES_MAX].decode().strip()
-        except (OSError, UnicodeDecodeError):
-            self._chosen = ""
+        self._swarm = swarm
+        self._swarm_active = self._load()
+
+    @property
+    def swarm_active(self) -> str:
+        """The manifest id that the swarm serves, or served last; empty if that is not known."""
+        return self._swarm_active
 
     def name(self, ids: Mapping[str, str]) -> str:
         """`choose`, of the models that are here. Raises as it does."""
-        return choose(ids, self._configured, self.swarm_active, self._chosen)
+        return choose(ids, self.configured, self.swarm_active)
 
     def open(self, models: Models) -> OpenModel:
         """Open the model to lead with. Blocks.
@@ -65,7 +72,19 @@ class ModelChoice:
         """
         return models.open(self.name(models.ids()))
 
-    def use(self, name: str, manifest_id: str) -> None:
-        """Choose a model that this node holds, for itself and the swarm. Blocks: it is on disk afterwards."""
-        write_whole(self._file, f"{name}\n".encode())
-        self._chosen, self.swarm_active = name, manifest_id
+    def remember(self, manifest_id: str) -> None:
+        """The swarm serves this one from now on. Blocks: it is on disk afterwards.
+
+        Raises:
+            OSError: it is not, and is known until this node ends.
+        """
+        if manifest_id != self._swarm_active:
+            self._swarm_active = manifest_id
+            write_whole(self._file, f"{self._swarm} {manifest_id}\n".encode())
+
+    def _load(self) -> str:
+        try:
+            swarm, manifest_id = self._file.read_bytes()[:_FILE_BYTES_MAX].decode("ascii").split()
+        except (OSError, ValueError):
+            return ""
+        return manifest_id if swarm == self._swarm else ""

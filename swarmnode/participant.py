@@ -97,7 +97,7 @@ class Participant:
         self.worker = Worker(network, self.watch, self._hello, parts.cache, parts.budget_bytes, parts.compute.make)
         self.trunks = Trunks(config.leader, parts.threads)
         self.protocols = LeaderProtocols(network, lambda: self.watch.leader)
-        choice = ModelChoice(parts.paths.data / "model", config.leader.model)
+        choice = ModelChoice(parts.paths.data / "model", config.leader.model, record.swarm)
         self.candidate = Candidate(
             network, store, models, parts.cache, choice, self.trunks, self.leadership, self.watch, self._within_reach
         )

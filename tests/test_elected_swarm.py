@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,3 +168,26 @@ def test_without_a_majority_nobody_leads_and_prompts_fail_fast(served: Elected) 
         assert error.type == "no_leader"
     served.all_ready()
     served.check(survivors[1], ask("And now?", 20))
+
+
+def test_a_second_model_changes_nothing_and_all_come_back_with_the_first(served: Elected, tmp_path: Path) -> None:
+    leader = served.leading()
+    active = leader.status()["model"]["id"]
+    path = write_tiny_model(tmp_path / "other.gguf", "olmoe", seed=1)
+    for node in served.swarm.nodes[:BACKBONE]:  # each of them has a choice then
+        node.call("model_add", path=str(path), name="another")
+    time.sleep(1.5)  # candidates look twice a second
+    assert leader.status()["ready"]
+    assert (leader.status()["leader"], leader.status()["model"]["id"]) == (leader.peer_id, active)
+
+    for node in served.swarm.nodes:
+        node.kill()
+    others = [node for node in served.swarm.nodes if node is not leader]
+    for node in others:
+        node.start()
+    for node in others:
+        node.wait_up()
+    wait_until(lambda: others[-1].status()["ready"], BACK_S)
+    assert others[-1].status()["model"]["id"] == active
+    served.check(others[-1], ask("And who serves now?", 20))
+    served.all_ready()

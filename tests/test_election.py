@@ -323,11 +323,11 @@ def test_status_says_why_nobody_leads() -> None:
     assert newcomer.status().why == "this peer knows no backbone yet"
     assert newcomer.status().vote_file == member(D).vote_file
     election = start()
+    assert election.status().why == "this peer may not lead now, and hears no other leader"
+    election.report(eligible=True, covers=True, now=0.0)
     assert election.status().why == "1 of 3 backbone peers answer, and 2 are needed"
     election.receive(PreVoteRequest(1, 1, None, None), B, 0.1)
     assert election.status().answering == (A, B)
-    assert election.status().why == "this peer may not lead now, and hears no other leader"
-    election.report(eligible=True, covers=True, now=0.2)
     assert election.status().why == "an election is under way"
     assert election.peers == (B, C)
     election.receive(Heartbeat(1, 3, 1, MANDATE), B, 0.3)

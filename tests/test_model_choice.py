@@ -1,4 +1,4 @@
-"""Which model a leader serves: the rules in their order, and a choice that survives a restart."""
+"""Which model a leader serves: the rules in their order, and what is remembered over a restart."""
 
 from __future__ import annotations
 
@@ -13,39 +13,41 @@ IDS = {"old": "0" * 64, "new": "1" * 64}
 
 
 @pytest.mark.parametrize(
-    ("ids", "configured", "swarm_active", "chosen", "name"),
+    ("ids", "configured", "swarm_active", "name"),
     [
-        (IDS, "new", "0" * 64, "old", "new"),
-        (IDS, "absent", "0" * 64, "old", "absent"),  # opening it says what is wrong
-        (IDS, "", "1" * 64, "old", "new"),
-        (IDS, "", "2" * 64, "old", "old"),  # what the swarm served is not here
-        (IDS, "", "", "old", "old"),
-        ({"old": "0" * 64}, "", "2" * 64, "gone", "old"),
+        (IDS, "new", "0" * 64, "new"),
+        (IDS, "absent", "0" * 64, "absent"),  # opening it says what is wrong
+        (IDS, "", "1" * 64, "new"),
+        ({"old": "0" * 64}, "", "", "old"),
     ],
 )
-def test_the_rules(ids: dict[str, str], configured: str, swarm_active: str, chosen: str, name: str) -> None:
-    assert choose(ids, configured, swarm_active, chosen) == name
+def test_the_rules(ids: dict[str, str], configured: str, swarm_active: str, name: str) -> None:
+    assert choose(ids, configured, swarm_active) == name
 
 
 def test_without_a_way_to_tell_it_says_what_to_do() -> None:
     with pytest.raises(NotReady, match="`swarmctl model use NAME` with one of new, old"):
-        choose(IDS, "", "", "gone")
+        choose(IDS, "", "")
     with pytest.raises(NotReady, match="`swarmctl model add FILE`"):
-        choose({}, "", "0" * 64, "gone")
+        choose({}, "", "")
+    with pytest.raises(NotReady, match=r"the swarm's model, which is not here$"):
+        choose({}, "", "0" * 64)
+    with pytest.raises(NotReady, match="which is not here: `swarmctl model use NAME` makes it serve one of old"):
+        choose({"old": "0" * 64}, "", "1" * 64)
 
 
-def test_a_choice_is_remembered_and_the_swarms_word_goes_before_it(tmp_path: Path) -> None:
-    choice = ModelChoice(tmp_path / "model", "")
+def test_what_the_swarm_serves_is_remembered_for_this_swarm_alone(tmp_path: Path) -> None:
+    file = tmp_path / "model"
+    choice = ModelChoice(file, "", "home")
     with pytest.raises(NotReady):
         choice.name(IDS)
-    choice.use("new", IDS["new"])
+    choice.remember(IDS["new"])
     assert choice.name(IDS) == "new"
-    again = ModelChoice(tmp_path / "model", "")
+    again = ModelChoice(file, "", "home")
     assert again.name(IDS) == "new"
-    again.swarm_active = IDS["old"]
-    assert again.name(IDS) == "old"
-    again.use("new", IDS["new"])
-    assert again.name(IDS) == "new", "a choice is for the swarm, too"
-    (tmp_path / "model").write_bytes(b"\xff\xfe")
-    with pytest.raises(NotReady):
-        ModelChoice(tmp_path / "model", "").name(IDS)
+    again.remember(IDS["old"])
+    assert (again.name(IDS), ModelChoice(file, "", "home").name(IDS)) == ("old", "old")
+    assert ModelChoice(file, "", "elsewhere").swarm_active == ""
+    for damaged in (b"\xff\xfe", b"", b"one", b"a b c"):
+        file.write_bytes(damaged)
+        assert ModelChoice(file, "", "home").swarm_active == ""

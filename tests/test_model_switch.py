@@ -42,7 +42,7 @@ async def test_another_model_in_the_same_term(tmp_path: Path) -> None:
         await eventually(lambda: len(running.tokens) > 2)
         assert leader.active is not None
         assert leader.active.manifest.name == "tiny", "there is a choice now; better the one that is served than none"
-        choice.use("other", models.ids()["other"])
+        choice.remember(models.ids()["other"])
         leader.models_changed()
         await eventually(lambda: leader.active is not None and leader.active.manifest.name == "other", 20)
         assert running.error.type == "no_leader"

@@ -97,6 +97,8 @@ class ElectionService:
     ) -> None:
         self.peer = identity.peer_id
         self.eligible = False
+        self.may_not_lead = ""
+        """Why this node may not lead, as it was reported; empty if it may, or nothing was reported."""
         self.enactment: Enactment = store.need().enactment
         """Proof of the backbone that acts, as this node's election knows it."""
         self._network = network
@@ -166,9 +168,12 @@ class ElectionService:
 
     # -- events -------------------------------------------------------------------------------------------------
 
-    async def report(self, *, eligible: bool, covers: bool) -> None:
-        """Whether this node may lead (it holds the trunk, is fit), and reaches a copy of every expert."""
-        self.eligible = eligible
+    async def report(self, *, eligible: bool, covers: bool, why: str = "") -> None:
+        """Whether this node may lead (it holds the trunk, is fit), and reaches a copy of every expert.
+
+        `why` says why it may not, after "this peer may not lead: ".
+        """
+        self.eligible, self.may_not_lead = eligible, "" if eligible else why
         await self._step(lambda election, now: election.report(eligible=eligible, covers=covers, now=now))
 
     async def hand_over(self) -> None:

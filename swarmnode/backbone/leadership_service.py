@@ -31,6 +31,7 @@ from swarmnode.backbone.leadership_messages import (
 )
 from swarmnode.backbone.news import News, Told
 from swarmnode.backbone.pace import Pace
+from swarmnode.backbone.reasons import MAY_NOT_LEAD
 from swarmnode.net.interface import Network, NetworkError, Stream
 from swarmnode.swarm.store import SwarmStore
 from swarmnode.wire import read_frame
@@ -103,11 +104,15 @@ class LeadershipService:
             term=self.election.term,
             leader=leader,
             eligible=self.election.eligible,
-            why=self.election.status().why,
+            why=self._why(),
             model=self._model if leader == self.election.peer else "",
             news=self._told.digest,
             addresses=self._network.addresses[: limits.SWARM_ADDRESSES_PER_PEER_MAX],
         )
+
+    def _why(self) -> str:
+        why, own = self.election.status().why, self.election.may_not_lead
+        return f"{MAY_NOT_LEAD}: {own}" if own and why.startswith(MAY_NOT_LEAD) else why
 
     def _tell_change(self) -> None:
         self._set.set()

@@ -12,6 +12,10 @@ _PEERS_NAMED_MAX: Final = 3
 _DISABLED: Final = ("this peer lost", "this peer takes no part")
 """Members that answer and cannot vote: without them said, the rest of the story makes no sense."""
 
+MAY_NOT_LEAD: Final = "this peer may not lead"
+"""How the word of a peer begins that could be elected and must not: scheduler/election_status.py."""
+
+_LACKS_MODEL: Final = "a model to serve"
 _NO_MODEL: Final = "no backbone peer holds a model: `swarmctl model add FILE` on one"
 
 
@@ -30,11 +34,23 @@ def why_nobody_leads(
         if word.leader:
             return f"{word.leader} is about to lead"
     if not any(word.eligible for word in heard.values()) and all(_may_not_lead(word) for word in heard.values()):
-        return _NO_MODEL
+        return _nobody_may_lead(own, members, heard)
     disabled = [peer for peer in sorted(heard) if heard[peer].why.startswith(_DISABLED)]
     speaker = min(heard, key=lambda peer: (peer in disabled, not heard[peer].eligible, peer != own, peer))
     disabled = [peer for peer in disabled if peer != speaker]
     return "; ".join(_said_by(peer, heard[peer], own) for peer in (speaker, *disabled))
+
+
+def _nobody_may_lead(own: str, members: Sequence[str], heard: Mapping[str, Word]) -> str:
+    """Of those that are here. What one of them waits for says more than that others have no model."""
+    quorum = len(members) // 2 + 1
+    if len(heard) < quorum:
+        return f"{len(heard)} of {len(members)} backbone peers answer, and {quorum} are needed"
+    waiting = [peer for peer in heard if ":" in heard[peer].why and _LACKS_MODEL not in heard[peer].why]
+    if not waiting:
+        return _NO_MODEL
+    speaker = min(waiting, key=lambda peer: (peer != own, peer))
+    return _said_by(speaker, heard[speaker], own)
 
 
 def _said_by(peer: str, word: Word, own: str) -> str:
@@ -43,8 +59,8 @@ def _said_by(peer: str, word: Word, own: str) -> str:
 
 
 def _may_not_lead(word: Word) -> bool:
-    """Whether a quorum answers its sender, which has no other reason than that it may not lead itself."""
-    return word.why.startswith("this peer may not lead")
+    """Whether its sender has no other reason than that it may not lead itself."""
+    return word.why.startswith(MAY_NOT_LEAD)
 
 
 def _nobody_answers(members: Sequence[str], unreached: Callable[[str], str]) -> str:
