@@ -7,5 +7,7 @@
 | bridge.py | the process that joins both, and its commands |
 | bed.py | the bed as a test sees it |
 | swarm.py | daemons in it, made a swarm |
+| faults.py | a round: a fault in the middle of an answer, and what came of it |
+| __main__.py | many rounds, as a command |
 | skipping.py | a bed, or a test skipped with the reason |
 """

@@ -13,7 +13,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,13 +24,17 @@ from swarmnode.handlers import parse_ask
 from swarmnode.local_swarm import LocalNode
 from swarmnode.undivided import Undivided
 from tests.netns.bed import Bed
+from tests.swarm_tools import at_once
 from tests.tiny_architectures import write_olmoe
 
+PEERS: Final = 5
+BACKBONE: Final = 3
 CONTEXT_TOKENS: Final = 1024
 PORT: Final = 11436
 PASSPHRASE: Final = "correct horse battery staple"
 COMMAND_SECONDS_MAX: Final = 120.0
 AGREED_SECONDS_MAX: Final = 60.0
+FORMED_SECONDS_MAX: Final = 20.0
 _POLL_S: Final = 0.1
 _SWARMCTL: Final = (sys.executable, "-c", "from swarmnode.cli.ctl import main; main()")
 
@@ -75,7 +81,7 @@ class BedSwarm:
         name = f"peer-{host}"
         settings: dict[str, dict[str, Any]] = {
             "node": {"name": name, "listen": listen, "memory_mib": 512},
-            "leader": {"context_tokens": CONTEXT_TOKENS, "batch_tokens": 64},
+            "leader": {"context_tokens": CONTEXT_TOKENS, "batch_tokens": 64, "request_deadline_s": 60.0},
             "compute": {"threads": 1},
             "log": {"format": "json"},
         }
@@ -103,6 +109,24 @@ class BedSwarm:
             node.settings["swarm"] = {"role": "worker", "leader": address}
         start(others)
         self._add_model()
+
+    def form(self, backbone: int) -> None:
+        """The first founds a swarm and invites the others; so many of them may lead. It serves when this returns."""
+        first, *others = self.nodes
+        start(self.nodes)
+        first.swarmctl("init", "--name", "bed")
+        token = first.swarmctl("invite", "--uses", str(max(1, len(others))))["token"]
+        at_once([partial(node.swarmctl, "join", token) for node in others])
+        for node in others[: backbone - 1]:
+            self._enlarge_backbone(node)
+        self._add_model()
+
+    def _enlarge_backbone(self, node: BedNode) -> None:
+        """`swarmctl backbone add`, once the newcomer is connected, and until it acts."""
+        first, peer = self.nodes[0], node.peer
+        within(FORMED_SECONDS_MAX, lambda: first.swarmctl("backbone", "add", peer))
+        acts = lambda: peer in {each["peer"] for each in first.swarmctl("backbone", "list")["members"]}  # noqa: E731
+        within(FORMED_SECONDS_MAX, acts)
 
     def _add_model(self) -> None:
         self.nodes[0].swarmctl("model", "add", str(self.model), "--name", "m")
@@ -147,6 +171,20 @@ class BedSwarm:
         assert node.call("ask", **params)["tokens"] == self.expected(params)
 
 
+def within(seconds: float, attempt: Callable[[], Any]) -> Any:
+    """The first true value of an attempt that may fail before; its last error where none came in time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            if value := attempt():
+                return value
+        except SwarmError:
+            if time.monotonic() > deadline:
+                raise
+        assert time.monotonic() < deadline, "it did not come to be in time"
+        time.sleep(_POLL_S)
+
+
 def start(nodes: Collection[BedNode]) -> None:
     for node in nodes:
         node.start()
@@ -176,6 +214,31 @@ def swarm_in_bed(root: Path, bed: Bed, model: Path) -> Iterator[BedSwarm]:
         yield swarm
     finally:
         swarm.close()
+
+
+class Stage:
+    """A swarm that serves the model, made anew after a round that did not find back. Its last peer can only dial."""
+
+    def __init__(self, model: Path, root: Path) -> None:
+        self._model = model
+        self._root = root
+        self._made = 0
+        self._held = ExitStack()
+        self._swarm: BedSwarm | None = None
+
+    def swarm(self) -> BedSwarm:
+        if self._swarm is None:
+            self._made += 1
+            bed = self._held.enter_context(Bed(PEERS))
+            swarm = self._held.enter_context(swarm_in_bed(self._root / str(self._made), bed, self._model))
+            bed.shield(PEERS - 1)
+            swarm.form(BACKBONE)
+            self._swarm = swarm
+        return self._swarm
+
+    def drop(self) -> None:
+        self._swarm = None
+        self._held.close()
 
 
 def four_layers(path: Path) -> Path:
