@@ -125,7 +125,7 @@ class NoLeader(SwarmError):
     """The leader cannot be reached, or was lost in the middle of an answer. Detail: peer."""
 
     type = "no_leader"
-    default_hint = "Check that the leader's daemon runs and that its address in the configuration is right."
+    default_hint = "`swarmctl status` says who leads or why nobody does, and which peers are away: start those again."
 
 
 class ModelNotFound(SwarmError):

@@ -90,6 +90,7 @@ class Heard:
     """What a message came to. `wanted`: the peer whose full advert should be asked for.
 
     `tells_owner`: it changes nothing here, but who uses the same identity elsewhere must hear of it.
+    `new_process`: the peer is heard for the first time, or has started anew.
     """
 
     ignored: Ignored | None = None
@@ -97,6 +98,7 @@ class Heard:
     wanted: str | None = None
     change: StateChange | None = None
     tells_owner: bool = False
+    new_process: bool = False
 
     @property
     def pass_on(self) -> bool:
@@ -191,6 +193,7 @@ class AdvertBook:
             return self._ignore(refused, peer)
         if gossip and known is not None and not known.bucket.take(now):
             return self._ignore(Ignored.TOO_OFTEN, peer)
+        new_process = known is None or known.advert.instance != advert.instance
         if known is None:
             if len(self._peers) >= PEERS_MAX and not self._forget_one(time):
                 return self._ignore(Ignored.FULL, peer)
@@ -199,7 +202,7 @@ class AdvertBook:
         if wall_s is not None and self._clock.steady_s > STEADY_S:
             known.skew_s = round(advert.stamp_s - wall_s)
         self.accepted += 1
-        return Heard(peer=peer, change=self._change(peer, known, time))
+        return Heard(peer=peer, change=self._change(peer, known, time), new_process=new_process)
 
     def _hear_known(self, advert: Advert, known: PeerNotes, now: float, time: float) -> Heard:
         """An advert whose number is not above the one that we have."""

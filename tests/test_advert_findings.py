@@ -106,6 +106,13 @@ def test_both_sides_hear_of_an_unreachable_address() -> None:
     assert kinds(dialer, unreached) == []
 
 
+def test_a_peer_that_starts_anew_is_told_apart_from_one_that_goes_on() -> None:
+    book = new_book()
+    for instance, sequence, new in ((b"one1", 1, True), (b"one1", 2, False), (b"two2", 3, True)):
+        word = Speaking("PeerA", instance=instance, sequence=sequence).advert()
+        assert book.hear(word, START + 10 * sequence).new_process is new
+
+
 def test_a_copied_identity_is_named_on_both_sides() -> None:
     others, owner = new_book(), new_book(me="PeerA")
     one, two = Speaking("PeerA", instance=b"one1", sequence=200), Speaking("PeerA", instance=b"two2", sequence=201)

@@ -115,6 +115,16 @@ async def test_a_node_with_few_connections_makes_more_and_says_whom_it_cannot_re
         assert one.service.findings() == ()
 
 
+async def test_a_peer_that_was_dialed_before_it_ran_is_not_called_unreachable() -> None:
+    async with real_node() as one, real_node() as other:
+        one.service.unreachable(other.network.peer_id, "/ip4/127.0.0.1/tcp/1", "Connection refused")
+        await other.network.connect(one.network.addresses[0])
+        await eventually(lambda: one.knows(other) and other.knows(one))
+        assert one.service.findings() == ()
+        one.service.unreachable(other.network.peer_id, "/ip4/127.0.0.1/tcp/1", "Connection refused")
+        assert [finding.peer for finding in one.service.findings()] == [other.peer], "it runs, and does not answer"
+
+
 # -- hostile neighbours ------------------------------------------------------------------------------------------------
 
 

@@ -94,6 +94,8 @@ class LeaderWatch:
     def reason(self) -> str:
         if self._leader is not None:
             return ""
+        if self._store.is_banned(self._network.peer_id):
+            return "the owner has banned this peer from the swarm"
         if self._disk_fault:
             return f"the newest term cannot be stored here: {self._disk_fault}"
         members = self._members()

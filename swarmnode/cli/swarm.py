@@ -198,7 +198,8 @@ def ban(settings: Settings, peer: str, lift: bool, passphrase_file: Path | None)
     if peer in record.backbone.peers and not lift:
         raise UsageError(f"{peer} is in the backbone", hint=f"Run `swarmctl backbone remove {peer}` first.", peer=peer)
     if record.bans.is_banned(peer) is not lift:
-        raise UsageError(f"{peer} is {'not banned' if lift else 'banned already'}", peer=peer)
+        hint = "Check the peer id: `swarmctl status --json` shows them whole."
+        raise UsageError(f"{peer} is {'not banned' if lift else 'banned already'}", hint=hint, peer=peer)
     key = unlock(store, passphrase_file)
     signed = Ban.make(record.swarm, peer, record.bans.next_sequence, not lift, key.sign)
     result = publish(settings, [ban_news(signed)])

@@ -309,6 +309,8 @@ class AdvertService:
     def _after(self, heard: Heard, source: PeerId) -> None:
         if heard.change is not None:
             self._tell(heard.change)
+        if heard.new_process and heard.peer is not None:
+            self._unreached.reached(heard.peer)  # it did not run when it was dialed, which says nothing of its addresses
         if heard.wanted is not None:
             wanted = self._to_ask.setdefault(source, set())
             if len(wanted) < limits.ADVERTS_WANTED_MAX:

@@ -65,7 +65,7 @@ def with_member(acting: BackboneSet, peer: str, vote_file: bytes, sign_as_owner:
     """
     member = Member(peer, vote_file)
     if member in acting.members:
-        raise UsageError(f"{peer} is in the backbone already")
+        raise UsageError(f"{peer} is in the backbone already", hint="`swarmctl backbone list` shows who is.")
     if peer in acting.peers:
         hint = f"Run `swarmctl backbone remove {peer}` first, then add it again: so it cannot vote twice in one term."
         raise UsageError(f"{peer} has lost the vote file that it had when it was added", hint=hint)
