@@ -52,7 +52,7 @@ class Hello:
     host             a name for its machine that says nothing about it, equal for all peers there; empty: unknown
     numeric_class    fingerprint of its arithmetic; empty: not measured
     accumulates_f32  its kernels add up in F32 when asked to
-    holding          (term, epoch) names of the complete expert sets in its memory
+    holding          (term, epoch) names of the expert set in its memory that has begun, and so was proven there
     """
 
     name: str

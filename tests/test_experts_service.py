@@ -346,6 +346,18 @@ async def test_an_unchanged_share_is_adopted_under_its_new_name() -> None:
     assert not backend_of(held).closed
 
 
+async def test_only_a_set_that_has_begun_is_named_to_the_next_leader() -> None:
+    """One that was loaded again after a restart is not what its leader once found right."""
+    epochs = Epochs()
+    assert epochs.names() == ()
+    epochs.prepare(expert_set(1, 5))
+    assert epochs.names() == ()
+    await epochs.begin(1, 5)
+    epochs.adopt(2, 1, "manifest", {LAYER.layer: HELD})
+    epochs.prepare(expert_set(2, 2, (1,)))
+    assert epochs.names() == ((2, 1), (1, 5))
+
+
 async def test_a_set_that_is_not_whole_is_not_adopted() -> None:
     epochs = Epochs()
     epochs.prepare(expert_set(1, 1, loaded=False))

@@ -308,7 +308,8 @@ async def test_no_more_names_than_a_hello_holds(tmp_path: Path) -> None:
     async with lab(tmp_path) as swarm:
         swarm.elect(0, 1)
         await swarm.joined(0)
-        for epoch in range(1, 7):  # none of them begins
+        await swarm.leaders[0].assign(1, 1)
+        for epoch in range(2, 7):  # the same share: further names of what has begun
             await swarm.leaders[0].tell(
                 Assign(1, epoch, "m", MODEL.manifest.id, (str(swarm.leaders[0].network.peer_id),), HALF)
             )

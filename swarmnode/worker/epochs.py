@@ -83,9 +83,13 @@ class Epochs:
             self.current, self.prepared = chosen, None
 
     def names(self) -> tuple[tuple[int, int], ...]:
-        """The newest (term, epoch) names of the sets that are complete in memory."""
-        loaded = [held for held in (self.current, self.prepared) if held is not None and held.loaded]
-        names = {name for held in loaded for name in ((held.term, held.epoch), *held.also)}
+        """The newest (term, epoch) names of the set that has begun.
+
+        A leader begins only what it has found right, so this set was proven since it was loaded. One that was loaded
+        under the same name after a restart was not, and is not named.
+        """
+        held = self.current
+        names = set() if held is None else {(held.term, held.epoch), *held.also}
         return tuple(sorted(names, reverse=True)[:HOLDING_MAX])
 
     def find(self, term: int, epoch: int) -> ExpertSet | None:

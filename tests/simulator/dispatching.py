@@ -52,7 +52,7 @@ class Dispatching:
         self.timed: Callable[[str, int, float], None] = lambda peer, rows, seconds: None
         self._experts = experts
         self._frames: dict[int, _Frame] = {}
-        self._numbers = 0
+        self._numbers = host.boots << 32  # an answer to a process that is gone must not look like one to this
         self._placement: Placement | None = None
         self._routing: Mapping[int, LayerRouting] = {}
         self._classes: Mapping[str, str] = {}

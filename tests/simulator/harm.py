@@ -87,6 +87,7 @@ class Harm(Nemesis):
             health.budget_bytes = self._whole.draw_budget()
         if self._random.random() < 0.2 and health.mischief is Mischief.NOTHING:
             health.mischief = Mischief.WRONG
+            self._world.note(f"{name} is bad from now on: {health.mischief}")
         self._bring_down(host, 2.0)
 
     def _drain_worker(self) -> None:

@@ -25,7 +25,7 @@ class Hello:
     budget_bytes: int
     numeric_class: str
     host: str  # the machine that it runs on
-    holding: tuple[tuple[int, int], ...]  # terms and epochs of the sets in its memory
+    holding: tuple[tuple[int, int], ...]  # names of the set in its memory that has begun
 
 
 @dataclass(frozen=True, slots=True)

@@ -260,8 +260,10 @@ class Placer:
 
     def _tell_begun(self) -> None:
         current = self.coverage.current
+        if current is None or self.coverage.wanted is not None or not self.stays.live:
+            return
         for stay in self.stays.present():
-            if self.stays.live and current is not None and stay.is_usable(current):
+            if stay.is_usable(current):
                 stay.stream.send(Begin(current.term, current.epoch))
 
     def _publish(self) -> None:

@@ -58,10 +58,14 @@ class Health:
 
 @dataclass(slots=True)
 class _Set:
-    """The experts of an epoch in memory; `names`: the (term, epoch)s under which it answers."""
+    """The experts of an epoch in memory; `names`: the (term, epoch)s under which it answers.
+
+    begun: a leader has begun it, and so has found it right since it was loaded.
+    """
 
     held: Held
     names: set[tuple[int, int]] = field(default_factory=set)
+    begun: bool = False
 
     @property
     def bytes(self) -> int:
@@ -111,7 +115,7 @@ class Volunteer:
         stream.on_message = lambda message: self._told(stream, message)
         stream.on_close = lambda: self._lost(stream)
         health = self.health
-        holding = tuple(sorted(name for each in self._sets for name in each.names))
+        holding = tuple(sorted(name for each in self._sets if each.begun for name in each.names))
         stream.send(Hello(term, health.budget_bytes, health.numeric_class, health.machine, holding))
         self.tell_policy()
         self._detector.add(leader, self.host.now())
@@ -196,7 +200,7 @@ class Volunteer:
     def _begin(self, order: Begin) -> None:
         chosen = self._find(order.term, order.epoch)
         if chosen is not None:
-            chosen.names = {(order.term, order.epoch)}
+            chosen.names, chosen.begun = {(order.term, order.epoch)}, True
             self._sets = [chosen]
 
     def _find(self, term: int, epoch: int) -> _Set | None:
