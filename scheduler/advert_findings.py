@@ -30,6 +30,8 @@ class FindingKind(StrEnum):
     """Of this node's own network: peers on it cannot find each other by themselves."""
     BANNED = "banned"
     """This node itself, by the owner's word."""
+    NO_VOTE = "no_vote"
+    """A backbone peer that can neither vote nor lead."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from scheduler.advert_book import PeerView
+from scheduler.advert_findings import Finding, FindingKind
 from swarmnode.measured import Measured, backends_json
 from swarmnode.status import Status, peer_row
 from swarmnode.swarm.advert_node import SwarmAdverts
@@ -22,12 +23,14 @@ class SwarmMesh:
         adverts: Callable[[], SwarmAdverts | None],
         measured: Callable[[], Measured],
         leader: Callable[[], str | None],
+        cannot_vote: Callable[[], Mapping[str, str]],
     ) -> None:
         self._me = me
         self._store = store
         self._adverts = adverts
         self._measured = measured
         self._leader = leader
+        self._cannot_vote = cannot_vote
 
     @property
     def swarm(self) -> Status:
@@ -48,7 +51,10 @@ class SwarmMesh:
 
     def findings(self) -> list[Status]:
         adverts = self._adverts()
-        return [] if adverts is None else [dict(finding.to_json()) for finding in adverts.findings()]
+        found = [_no_vote(peer, why) for peer, why in self._cannot_vote().items()]
+        if adverts is not None:
+            found += adverts.findings()
+        return [dict(finding.to_json()) for finding in found]
 
     def _views(self) -> dict[str, PeerView]:
         adverts = self._adverts()
@@ -66,6 +72,14 @@ class SwarmMesh:
             memory={"used_bytes": said.memory_used, "budget_bytes": said.memory_budget},
             version=said.version,
         )
+
+
+def _no_vote(peer: str, why: str) -> Finding:
+    hint = (
+        "Mend its disk, if that is full or broken, and restart it. If the file is lost or damaged, delete what is left of "
+        f"it, restart, and with the owner's key: `swarmctl backbone remove {peer}`, then `swarmctl backbone add {peer}`."
+    )
+    return Finding(FindingKind.NO_VOTE, peer, why, hint)
 
 
 def roles(record: SwarmRecord | None, peer: str, *, leads: bool, works: bool) -> list[str]:

@@ -107,7 +107,12 @@ class Participant:
         self.running = RunningSwarm(network, self.election.propose, self._spread)
         self._serving = Serving(models, parts.cache)
         self._mesh = SwarmMesh(
-            me, store, lambda: self._adverts, lambda: parts.measuring.current, lambda: _peer(self.watch)
+            me,
+            store,
+            lambda: self._adverts,
+            lambda: parts.measuring.current,
+            leader=lambda: _peer(self.watch),
+            cannot_vote=lambda: self.watch.cannot_vote,
         )
         self._status = NodeStatus(network, self.watch, parts.facts, self._mesh, self.worker, lambda: self.watch.term)
         self._describe = SelfDescription(

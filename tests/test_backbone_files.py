@@ -62,6 +62,9 @@ async def test_a_peer_without_its_votes_has_no_seat_says_so_and_still_follows(
         await eventually(lambda: swarm.leader() is not None)
         leader = swarm.leader()
         assert leader is not None
+        for node in swarm.nodes:  # while all is well otherwise, too
+            await eventually(lambda node=node: list(node.watch.cannot_vote) == [loser.peer])  # type: ignore[misc]
+            assert "remove it from the backbone and add it anew" in node.watch.cannot_vote[loser.peer]
         await leader.stop()
         survivors = [node for node in swarm.nodes if node is not leader]
         await trio.sleep(4)

@@ -25,7 +25,7 @@ from scheduler.backbone_ledger import Keys
 from scheduler.election import Election
 from scheduler.election_messages import BackboneUpdate, Message, from_plain, to_plain
 from scheduler.election_state import BackboneChanged, DamagedState, HandOverFailed, LeaderChanged, Ready
-from scheduler.election_status import ElectionStatus
+from scheduler.election_status import LOST_SEAT, ElectionStatus
 from scheduler.election_times import TICK_S
 from swarmnode import limits
 from swarmnode.backbone.dialer import Dialer
@@ -161,6 +161,14 @@ class ElectionService:
     def status(self) -> ElectionReport:
         election = None if self._election is None else self._election.status()
         return ElectionReport(election, self._fault, self._mistakes)
+
+    @property
+    def cannot_vote(self) -> str:
+        """Why this node can neither vote nor lead, whatever its backbone says; empty if it can."""
+        status = self.status()
+        if status.election is None:
+            return status.why
+        return LOST_SEAT if status.election.lost_seat else ""
 
     def vote_file(self) -> bytes:
         """The name of this node's vote file (16 bytes): its seat, for AdmissionService. NoPart if it has none."""

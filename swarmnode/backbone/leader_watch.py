@@ -23,10 +23,11 @@ from swarmnode.backbone.leadership_messages import Knows, Proof, Word
 from swarmnode.backbone.leadership_service import LeadershipService
 from swarmnode.backbone.listener import Listener
 from swarmnode.backbone.news import News, Told
-from swarmnode.backbone.reasons import why_nobody_leads
+from swarmnode.backbone.reasons import DISABLED, why_nobody_leads
 from swarmnode.identity import verify
 from swarmnode.leadership import KnownLeader
 from swarmnode.net.interface import Network, PeerId
+from swarmnode.printable import printable_line
 from swarmnode.swarm.errors import NotInSwarm
 from swarmnode.swarm.record import peer_of
 from swarmnode.swarm.store import SwarmStore
@@ -103,6 +104,12 @@ class LeaderWatch:
 
     async def changed(self) -> None:
         await self._changed.wait()
+
+    @property
+    def cannot_vote(self) -> dict[str, str]:
+        """The backbone peers that are there and can neither vote nor lead, and why, in their own words."""
+        said = {peer: word.why for peer, word in self._words().items() if peer in self._members()}
+        return {peer: printable_line(why) for peer, why in sorted(said.items()) if why.startswith(DISABLED)}
 
     def check(self, term: int, peer: str) -> None:
         """Raises StaleTerm or UncertifiedTerm."""

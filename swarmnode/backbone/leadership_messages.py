@@ -52,8 +52,9 @@ class Word:
     """What a backbone peer says of the leadership.
 
     `term`: the newest certified one that it knows; `leader`: who leads it and was heard lately, or empty. `eligible`:
-    the sender may lead. `why`: why nobody leads. `model`: the id of the manifest that it serves as the leader, or
-    empty. `news`: the digest of the news that it has. `addresses`: where it listens, each with its peer id.
+    the sender may lead. `why`: why nobody leads, or why the sender cannot vote. `model`: the id of the manifest that it
+    serves as the leader, or empty. `news`: the digest of the news that it has. `addresses`: where it listens, each with
+    its peer id.
     """
 
     term: int

@@ -111,6 +111,8 @@ class LeadershipService:
         )
 
     def _why(self) -> str:
+        if cannot_vote := self.election.cannot_vote:  # of interest while another one leads, too
+            return cannot_vote
         why, own = self.election.status().why, self.election.may_not_lead
         return f"{MAY_NOT_LEAD}: {own}" if own and why.startswith(MAY_NOT_LEAD) else why
 

@@ -9,7 +9,7 @@ from swarmnode.backbone.leadership_messages import Word
 from swarmnode.printable import printable_line
 
 _PEERS_NAMED_MAX: Final = 3
-_DISABLED: Final = ("this peer lost", "this peer takes no part")
+DISABLED: Final = ("this peer lost", "this peer takes no part")
 """Members that answer and cannot vote: without them said, the rest of the story makes no sense."""
 
 MAY_NOT_LEAD: Final = "this peer may not lead"
@@ -35,7 +35,7 @@ def why_nobody_leads(
             return f"{word.leader} is about to lead"
     if not any(word.eligible for word in heard.values()) and all(_may_not_lead(word) for word in heard.values()):
         return _nobody_may_lead(own, members, heard)
-    disabled = [peer for peer in sorted(heard) if heard[peer].why.startswith(_DISABLED)]
+    disabled = [peer for peer in sorted(heard) if heard[peer].why.startswith(DISABLED)]
     speaker = min(heard, key=lambda peer: (peer in disabled, not heard[peer].eligible, peer != own, peer))
     disabled = [peer for peer in disabled if peer != speaker]
     return "; ".join(_said_by(peer, heard[peer], own) for peer in (speaker, *disabled))

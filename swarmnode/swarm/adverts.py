@@ -310,7 +310,7 @@ class AdvertService:
         if heard.change is not None:
             self._tell(heard.change)
         if heard.new_process and heard.peer is not None:
-            self._unreached.reached(heard.peer)  # it did not run when it was dialed, which says nothing of its addresses
+            self._unreached.reached(heard.peer)  # dialed before it ran, which tells nothing
         if heard.wanted is not None:
             wanted = self._to_ask.setdefault(source, set())
             if len(wanted) < limits.ADVERTS_WANTED_MAX:
