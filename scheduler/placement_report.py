@@ -18,9 +18,9 @@ from scheduler.placing import REPLICAS, place
 
 _WRONG = (
     "",
-    "does not accumulate in F32 even when asked",
+    "was not seen to accumulate in F32, even when asked",
     "is unfit: its numbers are out of tolerance",
-    "is unfit and does not accumulate in F32 even when asked",
+    "is unfit and was not seen to accumulate in F32, even when asked",
 )  # by WorkerSpec.tier
 
 

@@ -4,7 +4,9 @@ A placement is kept while its holders are there, or were lost only a moment ago:
 what it had on disk, and nothing moves. As long as every expert has a copy on somebody else, a lost holder is no
 emergency: it is given up, and its copies are made anew, after half a minute. If an expert has no copy left the swarm
 stands still, and it is given up sooner. Newcomers are taken in once joining has settled. A holder that drains or is
-quarantined, or one whose verdict or memory has changed, is a reason to place anew at once.
+quarantined, or one whose verdict or memory has changed, is a reason to place anew at once. Who joins before its
+kernels are measured is waited for, within a bound: else the first placement would know of nobody who may hold output
+ranks, and the next one would move them.
 
 A holder that is there but fails (it cannot load, or its numbers are wrong) counts as away since its first failure. It
 is asked again after a rest that grows with each failure; once given up, it counts as a newcomer only after a while that
@@ -18,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 REPLACE_AFTER_S = 30.0  # a daemon restarts, and a laptop wakes, well within this; its share waits for it
+MEASURING_S = 10.0  # a measurement takes a second if the machine knows its result, else three to ten
 UNCOVERED_AFTER_S = 10.0  # a daemon restarts within this too, if barely; longer, nobody should wait for an answer
 STALLED_S = 60.0  # without progress while it should load is as good as failed; a fetch gives up by then itself
 REST_S_MIN, REST_S_MAX = 1.0, 30.0
@@ -28,11 +31,12 @@ EXCLUDED_S_MIN, EXCLUDED_S_MAX = 30.0, 600.0
 class Present:
     """A worker that is connected: since when, in seconds of the monotonic clock, and whether it may hold experts.
 
-    A quarantined or draining one may not (WorkerSpec.may_hold).
+    A quarantined or draining one may not (WorkerSpec.may_hold). measuring: its precision is not known yet, and will be.
     """
 
     since_s: float
     may_hold: bool = True
+    measuring: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,12 @@ def decide(
         return Decision(None, None)
     if not holders and len(able) < expected:
         return Decision(None, None, f"{expected - len(able)} of {expected} workers to join")
-    if urgent or (not holders and expected):
+    if urgent:
+        return Decision(frozenset(able), None)
+    measuring = [worker.since_s for peer, worker in able.items() if worker.measuring and peer not in considered]
+    if measuring and (left := max(measuring) + MEASURING_S - now) > 0:
+        return Decision(None, left, f"{len(measuring)} of {len(able)} workers to be measured")
+    if not holders and expected:
         return Decision(frozenset(able), None)
     settled = max(worker.since_s for worker in able.values()) + settle_s - now
     if settled > 0:

@@ -75,4 +75,5 @@ class MachineParts:
             host=self.host_in(swarm),
             numeric_class=measured.numeric_class(),
             accumulates_f32=measured.accumulates_f32(),
+            measuring=measured.backend is None and self.measuring.busy,
         )

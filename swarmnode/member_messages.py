@@ -51,7 +51,8 @@ class Hello:
     certificate      of its membership in the swarm (capabilities.membership_certificate); empty: it shows none
     host             a name for its machine that says nothing about it, equal for all peers there; empty: unknown
     numeric_class    fingerprint of its arithmetic; empty: not measured
-    accumulates_f32  its kernels add up in F32 when asked to
+    accumulates_f32  its kernels were seen to add up in F32 when asked to
+    measuring        they are still being measured: what it says of its arithmetic will follow
     holding          (term, epoch) names of the expert set in its memory that has begun, and so was proven there
     """
 
@@ -67,6 +68,7 @@ class Hello:
     host: str = ""
     numeric_class: str = ""
     accumulates_f32: bool = True
+    measuring: bool = False
     holding: tuple[tuple[int, int], ...] = ()
 
 
@@ -108,6 +110,7 @@ class Arithmetic:
 
     numeric_class: str
     accumulates_f32: bool
+    measuring: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +141,8 @@ def encode(message: FromWorker | FromLeader) -> bytes:
             return encode_frame({"kind": "hello", **fields})
         case Policy(draining):
             return encode_frame({"kind": "policy", "draining": draining})
-        case Arithmetic(numeric_class, accumulates_f32):
-            fields = {"numeric_class": numeric_class, "accumulates_f32": accumulates_f32}
+        case Arithmetic():
+            fields = {name: getattr(message, name) for name in Arithmetic.__slots__}
             return encode_frame({"kind": "arithmetic", **fields})
         case Assign():
             header: dict[str, Any] = {
@@ -184,12 +187,17 @@ def decode_from_worker(frame: Frame) -> FromWorker:
                 host=_clean(fields.text("host", HOST_CHARS_MAX)) if fields.has("host") else "",
                 numeric_class=_clean(fields.text("numeric_class", CLASS_CHARS)) if fields.has("numeric_class") else "",
                 accumulates_f32=not fields.has("accumulates_f32") or fields.flag("accumulates_f32"),
+                measuring=fields.has("measuring") and fields.flag("measuring"),
                 holding=_holding(fields) if fields.has("holding") else (),
             )
         case "policy":
             return Policy(fields.flag("draining"))
         case "arithmetic":
-            return Arithmetic(_clean(fields.text("numeric_class", CLASS_CHARS)), fields.flag("accumulates_f32"))
+            return Arithmetic(
+                _clean(fields.text("numeric_class", CLASS_CHARS)),
+                fields.flag("accumulates_f32"),
+                fields.has("measuring") and fields.flag("measuring"),
+            )
         case "progress":
             phase = fields.text("phase", 16)
             if phase not in _PHASES:

@@ -107,7 +107,7 @@ class NamedWorkerNode(_NamedNode):
         self._network = network
         self._leader = leader
         # Nothing is measured where nothing is chosen by it; the probe compares what counts.
-        hello = replace(parts.hello(), accumulates_f32=True)
+        hello = replace(parts.hello(), accumulates_f32=True, measuring=False)
         self._worker = Worker(network, leader, lambda: hello, parts.cache, parts.budget_bytes, parts.compute.make)
         self._asker = FollowingAsker(network, leader, refusal=self._worker.refusal, no_leader_s=0)
         self._view = NodeStatus(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +12,15 @@ from hypothesis import strategies as st
 from backends.device import Device
 from backends.experts import GgmlExperts
 from backends.numpy_reference import NumpyExperts
-from capabilities.agreement import F32, MEDIAN_LIMIT, WORST_LIMIT, Agreement, compare, within_tolerance
+from capabilities.agreement import (
+    F32,
+    MEDIAN_LIMIT,
+    WORST_LIMIT,
+    Agreement,
+    compare,
+    same_function,
+    within_tolerance,
+)
 from tests.expert_models import take_apart
 
 Q4_0, F16, BF16 = 2, 1, 30
@@ -124,3 +134,17 @@ def test_real_backends_are_within_tolerance_and_other_functions_are_not(quantisa
     one_wrong = kernels.copy()
     one_wrong[7] = kernels[8]
     assert not within_tolerance(compare(one_wrong, kernels), types)
+    for wrong in (np.roll(kernels, 1, axis=0), kernels * np.float32(1.05), one_wrong, kernels * np.float32(np.nan)):
+        assert not same_function(compare(wrong, kernels))
+
+
+@pytest.mark.parametrize("quantisation", ["f32", "q4_0", "q8_0", "q4_k", "f16"])
+@pytest.mark.parametrize("accumulate", ["float16", "float32"])
+def test_other_roundings_are_the_same_function(quantisation: str, accumulate: Literal["float16", "float32"]) -> None:
+    model = take_apart("qwen3moe", quantisation)
+    ids = np.arange(100, dtype=np.int32)
+    results = []
+    for backend in (GgmlExperts(Device("CPU")), NumpyExperts(accumulate)):
+        layer = model.load(backend)
+        results.append(backend.compute(layer.layer, rows(100, layer.n_in), ids, ids % 8))
+    assert same_function(compare(results[1], results[0]))

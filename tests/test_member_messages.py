@@ -41,7 +41,7 @@ HELD = st.dictionaries(
 HELLOS = st.builds(
     Hello, name=NAMES, version=NAMES, wire=st.integers(0, 2**16), backend=NAMES, device=NAMES,
     threads=st.integers(0, 2**16), memory_budget_bytes=BYTES, q8_0=st.booleans(), certificate=st.binary(max_size=352),
-    host=NAMES, numeric_class=NAMES, accumulates_f32=st.booleans(),
+    host=NAMES, numeric_class=NAMES, accumulates_f32=st.booleans(), measuring=st.booleans(),
     holding=st.lists(st.tuples(COUNTER, COUNTER), max_size=4).map(tuple),
 )  # fmt: skip
 PHASES = st.sampled_from(["fetching", "loading", "loaded", "failed"])
@@ -49,7 +49,7 @@ FROM_WORKER = (
     HELLOS
     | st.builds(Progress, COUNTER, COUNTER, PHASES, BYTES, BYTES, BYTES)
     | st.builds(Policy, st.booleans())
-    | st.builds(Arithmetic, NAMES, st.booleans())
+    | st.builds(Arithmetic, NAMES, st.booleans(), st.booleans())
 )
 FROM_LEADER = st.builds(Begin, COUNTER, COUNTER) | st.builds(
     Assign, COUNTER, COUNTER, NAMES, st.from_regex("[0-9a-f]{64}", fullmatch=True),
@@ -98,7 +98,7 @@ HELLO = {**{name: getattr(GOOD, name) for name in Hello.__slots__}, "holding": [
 def test_the_largest_hello_is_a_report() -> None:
     names = ((2**63, 2**63),) * HOLDING_MAX
     hello = Hello(
-        "é" * 64, "v" * 32, 1, "b" * 128, "d" * 128, 1, 2**50, True, b"x" * 352, "h" * 64, "c" * 32, True, names
+        "é" * 64, "v" * 32, 1, "b" * 128, "d" * 128, 1, 2**50, True, b"x" * 352, "h" * 64, "c" * 32, True, True, names
     )
     found, _ = split_frame(encode(hello), limits.MEMBER_REPORT)
     assert decode_from_worker(found) == hello
@@ -107,7 +107,7 @@ def test_the_largest_hello_is_a_report() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [{"holding": [1]}, {"holding": [1] * 10}, {"holding": [-1, 1]}, {"certificate": b"x" * 353}, {"host": "h" * 65},
-     {"accumulates_f32": 1}],
+     {"accumulates_f32": 1}, {"measuring": "no"}],
 )  # fmt: skip
 def test_hellos_that_are_none(wrong: dict[str, Any]) -> None:
     header = {"kind": "hello", **HELLO, **wrong}

@@ -73,11 +73,11 @@ def test_output_ranks_on_wrong_peers_are_named_with_the_reason() -> None:
         replace(NEAR[2], fitness="unfit", accumulates_f32=False),
     ]
     assert describe(by_hand("ab", "ab", "ab", "abc"), stack(4, 1), workers).degraded == (
-        "output rank 3: expert 0 of layer 3 is on a, which does not accumulate in F32 even when asked; no fit worker"
+        "output rank 3: expert 0 of layer 3 is on a, which was not seen to accumulate in F32, even when asked; no fit worker"
         " that does has the room",
         "output rank 3: expert 0 of layer 3 is on b, which is unfit: its numbers are out of tolerance; no fit worker"
         " that does has the room",
-        "output rank 3: expert 0 of layer 3 is on c, which is unfit and does not accumulate in F32 even when asked; no"
+        "output rank 3: expert 0 of layer 3 is on c, which is unfit and was not seen to accumulate in F32, even when asked; no"
         " fit worker that does has the room",
     )
     assert describe(by_hand("ab", "ab", "ab", "abc"), stack(4, 1), workers, output=()).degraded == ()
@@ -88,7 +88,7 @@ def test_output_ranks_on_wrong_peers_are_named_with_the_reason() -> None:
     [
         ({"fitness": "quarantined"}, "it is quarantined and holds nothing"),
         ({"draining": True}, "it is draining and holds nothing"),
-        ({"accumulates_f32": False}, "it does not accumulate in F32 even when asked"),
+        ({"accumulates_f32": False}, "it was not seen to accumulate in F32, even when asked"),
         ({"fitness": "unfit"}, "it is unfit: its numbers are out of tolerance"),
         ({"budget_bytes": 9}, "its budget of 9 bytes has no room for one of their experts (10 bytes)"),
         ({"budget_bytes": 15}, "its memory is full of other layers"),

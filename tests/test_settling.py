@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from scheduler.settling import (
     EXCLUDED_S_MAX,
+    MEASURING_S,
     REPLACE_AFTER_S,
     REST_S_MAX,
     UNCOVERED_AFTER_S,
@@ -32,12 +33,13 @@ def ask(
     barred: str = "",
     uncovered: bool = False,
     outdated: bool = False,
+    measuring: str = "",
 ) -> Decision:
-    """Peers are single letters; everyone is present since `since_s`, and those barred may hold nothing."""
+    """Peers are single letters; everyone is present since `since_s`; those barred may hold nothing."""
     return decide(
         frozenset(holders),
         frozenset(holders if considered is None else considered),
-        {peer: Present(since_s, peer not in barred) for peer in present},
+        {peer: Present(since_s, peer not in barred, peer in measuring) for peer in present},
         lost or {},
         expected=expected,
         settle_s=settle_s,
@@ -45,6 +47,16 @@ def ask(
         uncovered=uncovered,
         outdated=outdated,
     )
+
+
+def test_who_is_being_measured_is_waited_for() -> None:
+    waits = Decision(None, MEASURING_S - 1, "1 of 3 workers to be measured")
+    assert ask(present="abc", since_s=NOW - 1, measuring="c", settle_s=0.0) == waits
+    assert ask(present="abc", since_s=NOW - 1, measuring="c", expected=3) == waits
+    assert ask("ab", "abc", since_s=NOW - 1, measuring="c") == waits
+    assert ask(present="abc", since_s=NOW - MEASURING_S, measuring="c").workers == frozenset("abc")
+    assert ask("ab", "ab", measuring="b") == Decision(None, None)  # it was placed before, with what was known of it
+    assert ask("ab", "ac", measuring="c", since_s=NOW, uncovered=True).workers == frozenset("ac")  # no time for that
 
 
 def test_examples() -> None:

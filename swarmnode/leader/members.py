@@ -236,6 +236,7 @@ class Members:
                     member.hello,
                     numeric_class=message.numeric_class,
                     accumulates_f32=message.accumulates_f32,
+                    measuring=message.measuring,
                 )
                 self._on_speech(member)
                 continue

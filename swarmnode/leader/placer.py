@@ -180,7 +180,7 @@ class Placer:
             if peer in holders and failing_since_s is not None:
                 lost[peer] = failing_since_s
             elif peer in holders or member.excluded_until_s <= now:
-                present[peer] = Present(member.joined_s, not member.draining)
+                present[peer] = Present(member.joined_s, not member.draining, member.hello.measuring)
             else:
                 again_s = min(again_s, member.excluded_until_s - now)
         decision = decide(

@@ -228,7 +228,7 @@ class Membership:
 
 
 def _arithmetic(hello: Hello) -> Arithmetic:
-    return Arithmetic(hello.numeric_class, hello.accumulates_f32)
+    return Arithmetic(hello.numeric_class, hello.accumulates_f32, hello.measuring)
 
 
 class _RefusedError(Exception):
