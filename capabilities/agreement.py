@@ -24,11 +24,11 @@ MEDIAN_LIMIT: Final = 1e-5
 WORST_LIMIT: Final = 3e-2
 # F16 weights on processors that accumulate their products in half precision: 1e-2 in every row, and still one function.
 MEDIAN_LIMIT_F16: Final = 2e-2
-# BF16 products round both factors to 8 bits of mantissa.
 # Measured over weight types: sums in half precision, or activations that are not rounded, are up to 1.8e-2 away in the
 # median row and 2.5e-2 in the worst. A scale that is missing, or another expert, is 5e-2 and more.
 SAME_MEDIAN_LIMIT: Final = 3e-2
 SAME_WORST_LIMIT: Final = 1e-1
+# BF16 products round both factors to 8 bits of mantissa.
 _TYPE_F16, _TYPE_BF16 = 1, 30
 
 

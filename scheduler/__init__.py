@@ -9,6 +9,7 @@ requests     what enters and leaves the batcher
 answer       one answer while it grows
 batching     what the trunk decodes next, and what its logits mean for each request
 parking      requests that wait for an expert that nobody can compute now
+service_checks     how precisely workers add while they serve: whom to check when, and what that comes to
 settling     when to place experts anew
 placement    which peer holds which experts
 placement_record   what of it a leader leaves to its successor

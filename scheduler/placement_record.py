@@ -17,23 +17,27 @@ from capabilities.errors import PeerMistake
 from capabilities.packing import INTEGER_MAX, PEER_ID_CHARS_MAX, Fields, Plain, decode, pack
 from scheduler.placement import Placement
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 RECORD_BYTES_MAX: Final = 4 << 20  # 48 layers of 256 experts with eight copies each take 0.2 MB
 PEERS_MAX: Final = 4096
 HASH_BYTES: Final = 32
 _WHAT: Final = "placement record"
 _NOBODY: Final = 0xFFFF
 _LAYER: Final = np.dtype([("layer", "<u2"), ("experts", "<u2"), ("copies", "u1")])
-_VERDICT: Final = np.dtype([("peer", "<u2"), ("identical", "u1"), ("numbers", "<f8", 4)])
+_VERDICT: Final = np.dtype([("peer", "<u2"), ("identical", "u1"), ("unfit", "u1"), ("numbers", "<f8", 4)])
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementRecord:
-    """The placement of a term and epoch for the model of `manifest` (its id); proven: holders with their verdicts."""
+    """The placement of a term and epoch for the model of `manifest` (its id).
+
+    proven: holders with their verdicts. unfit: those of them that are not precise enough for output ranks.
+    """
 
     manifest: str
     placement: Placement
     proven: Mapping[str, Agreement]
+    unfit: frozenset[str] = frozenset()
 
     @property
     def name(self) -> tuple[int, int]:
@@ -52,8 +56,8 @@ class PlacementRecord:
                 table[expert, : len(held_by)] = [index[peer] for peer in held_by]
             rows.append(table.tobytes())
         verdicts = [
-            (index[peer], a.bit_identical, (a.max_abs_diff, a.median_relative_l2, a.worst_relative_l2, a.min_cosine))
-            for peer, a in sorted(self.proven.items())
+            (index[peer], found.bit_identical, peer in self.unfit, _numbers(found))
+            for peer, found in sorted(self.proven.items())
             if peer in index
         ]
         fields: tuple[Plain, ...] = (
@@ -84,10 +88,15 @@ class PlacementRecord:
             layers = np.frombuffer(fields.blob("layers", RECORD_BYTES_MAX), _LAYER).tolist()
             holders = _holders(layers, np.frombuffer(fields.blob("holders", RECORD_BYTES_MAX), "<u2"), peers)
             verdicts = np.frombuffer(fields.blob("verdicts", RECORD_BYTES_MAX), _VERDICT).tolist()
-            proven = {peers[peer]: Agreement(bool(same), *map(float, numbers)) for peer, same, numbers in verdicts}
+            proven = {peers[peer]: Agreement(bool(same), *map(float, numbers)) for peer, same, _, numbers in verdicts}
+            unfit = frozenset(peers[peer] for peer, _, bad, _ in verdicts if bad)
         except (ValueError, IndexError) as error:
             raise PeerMistake(f"{_WHAT}: {error!s:.100}") from None
-        return cls(manifest, Placement(term, epoch, holders), proven)
+        return cls(manifest, Placement(term, epoch, holders), proven, unfit)
+
+
+def _numbers(found: Agreement) -> tuple[float, float, float, float]:
+    return found.max_abs_diff, found.median_relative_l2, found.worst_relative_l2, found.min_cosine
 
 
 def _holders(

@@ -123,6 +123,19 @@ def describe(
     )
 
 
+def wrong_outputs(
+    placement: Placement,
+    layers: Sequence[LayerSpec],
+    workers: Sequence[WorkerSpec],
+    *,
+    output: frozenset[int],
+    names: Mapping[str, str],
+) -> tuple[str, ...]:
+    """That part of `degraded` alone which tells of output ranks on wrong peers: the rest takes longer."""
+    ranks = [spec for spec in layers if spec.layer in output]
+    return tuple(_wrong_outputs(_holders_there(placement, ranks, workers), workers, output, names))
+
+
 def without(
     placement: Placement,
     layers: Sequence[LayerSpec],

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 REPLACE_AFTER_S = 30.0  # a daemon restarts, and a laptop wakes, well within this; its share waits for it
-MEASURING_S = 10.0  # a measurement takes a second if the machine knows its result, else three to ten
+MEASURING_S = 15.0  # a measurement takes a second if the machine knows its result, else three to ten
 UNCOVERED_AFTER_S = 10.0  # a daemon restarts within this too, if barely; longer, nobody should wait for an answer
 STALLED_S = 60.0  # without progress while it should load is as good as failed; a fetch gives up by then itself
 REST_S_MIN, REST_S_MAX = 1.0, 30.0

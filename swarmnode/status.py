@@ -190,7 +190,7 @@ class LeaderStatus:
             "draining" if member.draining and state in ("joining", "loading", "ready") else state,
             self._mesh.backends(peer) or [unknown_backend(hello.backend, hello.device)],
             roles=self._mesh.roles(peer, leads=False, works=True),
-            fitness="fit" if member.agreement is not None else None,
+            fitness=member.fitness,
             experts_held=coverage.held_now(member) if coverage else 0,
             progress=percent,
             memory={
@@ -202,7 +202,7 @@ class LeaderStatus:
             dispatches=0 if link is None else link.statistics.dispatches,
             bit_identical_to_leader=None if member.agreement is None else member.agreement.bit_identical,
             version=hello.version,
-            error=None if member.error is None else member.error.to_json(),
+            error=None if (error := member.error or member.unfit) is None else error.to_json(),
         )
 
     def _model(self) -> Status | None:
@@ -219,4 +219,5 @@ class LeaderStatus:
             "experts": sum(layer.n_expert for layer in manifest.layers),
             "combine": active.combine,
             "coverage": {"min_copies": fewest, "missing": missing},
+            "degraded": list(active.placer.wrong_outputs()),
         }

@@ -29,6 +29,7 @@ from swarmnode.local_experts import load_experts
 from swarmnode.member_messages import PROTOCOL as MEMBER
 from swarmnode.member_messages import (
     WIRE_VERSION,
+    Arithmetic,
     Assign,
     Begin,
     Hello,
@@ -174,6 +175,8 @@ class FakeWorker:
     memory_budget_bytes: int = 1 << 30
     host: str = ""
     holding: tuple[tuple[int, int], ...] = ()
+    accumulates_f32: bool = True
+    measuring: bool = False
     answers_pings: bool = True  # False: somebody else on this node does
     claims_loaded: bool = True
     assigned: list[Assign] = field(default_factory=list)
@@ -188,7 +191,13 @@ class FakeWorker:
         """One stay, until the stream breaks."""
         peer = await self.network.connect(self.leader)
         self.stream = await self.network.open_stream(peer, MEMBER)
-        said = replace(hello(self.name, self.memory_budget_bytes), host=self.host, holding=self.holding)
+        said = replace(
+            hello(self.name, self.memory_budget_bytes),
+            host=self.host,
+            holding=self.holding,
+            accumulates_f32=self.accumulates_f32,
+            measuring=self.measuring,
+        )
         await self.stream.send(encode(said))
         with contextlib.suppress(NetworkError):
             while True:
@@ -199,6 +208,9 @@ class FakeWorker:
                         await self.report("loaded")
                 elif isinstance(message, Begin):
                     self.begun.append(message)
+
+    async def measured(self, *, accumulates_f32: bool) -> None:
+        await self.stream.send(encode(Arithmetic("", accumulates_f32)))
 
     async def drain(self, draining: bool) -> None:
         await self.stream.send(encode(Policy(draining)))

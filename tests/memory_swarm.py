@@ -14,11 +14,15 @@ import trio.testing
 
 from backends.experts import F32
 from backends.manifest import LayerExperts, Manifest
+from capabilities.agreement import MEDIAN_LIMIT, compare, same_function
+from capabilities.precision import Precision
+from scheduler.combine import weighted_sums
 from scheduler.placement_record import PlacementRecord
 from swarmnode import limits
 from swarmnode.expert_messages import DispatchHead, HeldLayer, decode_dispatch
 from swarmnode.leader.members import Member, Members
 from swarmnode.leader.placer import Placer, PlacerSettings
+from swarmnode.leader.probe import Crafted
 from swarmnode.leader.remote_experts import RemoteExperts
 from swarmnode.member_messages import PROTOCOL as MEMBER
 from swarmnode.net.interface import PeerId
@@ -49,7 +53,9 @@ class Arithmetic:
     def rows(self, head: DispatchHead, payload: bytes | memoryview) -> F32:
         layer = self._layers[head.layer]
         dispatch = decode_dispatch(head, payload, layer)
-        return rows_of(head.layer, np.asarray(dispatch.x, np.float32), dispatch.tokens, dispatch.experts, layer.n_out)
+        x = np.asarray(dispatch.x, np.float32)
+        y = rows_of(head.layer, x, dispatch.tokens, dispatch.experts, layer.n_out)
+        return y if dispatch.weights is None else weighted_sums(y, dispatch.weights, dispatch.tokens)
 
 
 class Reference:
@@ -60,6 +66,20 @@ class Reference:
 
     async def expected(self, layer: LayerExperts, experts: Sequence[int], holder: PeerId) -> F32:
         return rows_of(layer.layer, self.activations(layer), [0] * len(experts), experts, layer.n_out)
+
+    async def crafted(
+        self, layer: LayerExperts, expert: int, holder: PeerId, ordinary: F32, seed: int, *, rounded: bool
+    ) -> Crafted:
+        """Any row shows how a worker adds: who is off by a little adds in half precision."""
+        right = rows_of(layer.layer, ordinary, range(len(ordinary)), [expert] * len(ordinary), layer.n_out)
+
+        async def judge(answer: F32) -> Precision:
+            off = compare(answer, right)
+            if off.median_relative_l2 < MEDIAN_LIMIT:
+                return Precision.F32
+            return Precision.F16 if same_function(off) else Precision.UNKNOWN
+
+        return Crafted(ordinary, judge)
 
 
 class Engine:

@@ -73,12 +73,12 @@ def test_output_ranks_on_wrong_peers_are_named_with_the_reason() -> None:
         replace(NEAR[2], fitness="unfit", accumulates_f32=False),
     ]
     assert describe(by_hand("ab", "ab", "ab", "abc"), stack(4, 1), workers).degraded == (
-        "output rank 3: expert 0 of layer 3 is on a, which was not seen to accumulate in F32, even when asked; no fit worker"
-        " that does has the room",
+        "output rank 3: expert 0 of layer 3 is on a, which was not seen to accumulate in F32, even when asked; no"
+        " fit worker that does has the room",
         "output rank 3: expert 0 of layer 3 is on b, which is unfit: its numbers are out of tolerance; no fit worker"
         " that does has the room",
-        "output rank 3: expert 0 of layer 3 is on c, which is unfit and was not seen to accumulate in F32, even when asked; no"
-        " fit worker that does has the room",
+        "output rank 3: expert 0 of layer 3 is on c, which is unfit and was not seen to accumulate in F32, even when"
+        " asked; no fit worker that does has the room",
     )
     assert describe(by_hand("ab", "ab", "ab", "abc"), stack(4, 1), workers, output=()).degraded == ()
 

@@ -24,16 +24,21 @@ def write_tiny_model(path: Path, kind: str, seed: int = 0, quantisation: str = "
     return _write(path, architecture, describe, seed, quantisation)
 
 
-def write_olmoe(path: Path, n_layers: int) -> Path:
-    """The kind `olmoe` with so many layers."""
-    return _write(path, "olmoe", lambda writer: _olmoe(writer, n_layers))
+def write_olmoe(path: Path, n_layers: int, *, quantisation: str = "f32", widths: tuple[int, int] | None = None) -> Path:
+    """The kind `olmoe` with so many layers, and with other widths (of the model and of an expert)."""
+    return _write(path, "olmoe", lambda writer: _olmoe(writer, n_layers), quantisation=quantisation, widths=widths)
 
 
 def _write(
-    path: Path, architecture: str, describe: Callable[[TinyWriter], None], seed: int = 0, quantisation: str = "f32"
+    path: Path,
+    architecture: str,
+    describe: Callable[[TinyWriter], None],
+    seed: int = 0,
+    quantisation: str = "f32",
+    widths: tuple[int, int] | None = None,
 ) -> Path:
     super_blocks = quantisation.endswith("_k")
-    width, ff = (256, 256) if super_blocks else (64, 32)
+    width, ff = widths or ((256, 256) if super_blocks else (64, 32))
     writer = TinyWriter(path, architecture, seed=seed, quantisation=quantisation, width=width, ff=ff)
     describe(writer)
     writer.finish()

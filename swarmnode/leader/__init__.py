@@ -18,4 +18,5 @@ proving           links to workers, and the proof that each must give; rest for 
 report            the placement as `swarmctl placement` shows it
 publishing        the routing that the decode thread gets
 probe             every held expert, named and compared, before it serves
+checking          how precisely workers add, asked with crafted rows: before they serve, and now and then while they do
 """

@@ -33,7 +33,7 @@ class Inheritance:
         self._members = members
         self._keep = keep
         self._spent: set[str] = set()  # whose verdict has been used
-        self._left: tuple[int, int, frozenset[str]] | None = None
+        self._left: tuple[int, int, frozenset[str], frozenset[str]] | None = None
 
     def classes(self) -> dict[str, str]:
         """The numeric classes that the record's verdicts tell of."""
@@ -47,6 +47,10 @@ class Inheritance:
             return None
         return None if peer in self._spent else record.proven.get(peer)
 
+    def was_unfit(self, member: Member) -> bool:
+        """Whether the predecessor found it not precise enough for output ranks."""
+        return self.record is not None and str(member.peer) in self.record.unfit
+
     def spend(self, member: Member) -> None:
         """From now on this worker must prove itself."""
         self._spent.add(str(member.peer))
@@ -57,13 +61,14 @@ class Inheritance:
         if current is None:
             return
         serving = {peer for peer, placement in coverage.answering.items() if placement is current}
-        news = current.term, current.epoch, frozenset(serving)
+        members = {peer: self._members.by_peer[PeerId(peer)] for peer in serving}
+        unfit = frozenset(peer for peer, member in members.items() if member.unfit is not None)
+        news = current.term, current.epoch, frozenset(serving), unfit
         if news == self._left:
             return
         self._left = news
-        verdicts = {peer: self._members.by_peer[PeerId(peer)].agreement for peer in serving}
-        proven = {peer: verdict for peer, verdict in verdicts.items() if verdict is not None}
-        self._keep(PlacementRecord(self._manifest.id, current, proven).to_bytes())
+        proven = {peer: member.agreement for peer, member in members.items() if member.agreement is not None}
+        self._keep(PlacementRecord(self._manifest.id, current, proven, unfit).to_bytes())
 
 
 def _fits(record: PlacementRecord, manifest: Manifest) -> bool:

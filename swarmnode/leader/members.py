@@ -17,6 +17,7 @@ import trio
 from capabilities.agreement import Agreement
 from capabilities.errors import PeerMistake, SwarmError, UsageError
 from scheduler.liveness import PeerState
+from scheduler.placement import Fitness
 from swarmnode import limits
 from swarmnode.leader.link import PeerLink
 from swarmnode.member_messages import (
@@ -55,6 +56,7 @@ class Member:
     failing_since_s   of the first failure (loading, probing, dispatches) that no success followed
     draining          it asked to hold nothing more
     failures          how many those are; `resting`: it is left alone for a while after the last one
+    unfit             why it may hold no output rank: it computes the model, and not precisely enough
     given_up          how often in a row it was; until excluded_until_s it is no newcomer. Both outlive a stay
     """
 
@@ -71,6 +73,7 @@ class Member:
     proven: set[tuple[int, int]] = field(default_factory=set)
     agreement: Agreement | None = None
     error: SwarmError | None = None
+    unfit: SwarmError | None = None
     silent: bool = False
     draining: bool = False
     failing_since_s: float | None = None
@@ -91,6 +94,15 @@ class Member:
             self.outbox.close()
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass
+
+    @property
+    def fitness(self) -> Fitness | None:
+        """The verdict on it, None before any. Who is quarantined is left alone for a while."""
+        if self.error is not None and self.error.details.get("cause") == "bad_reply" and self.given_up:
+            return "quarantined"
+        if self.unfit is not None:
+            return "unfit"
+        return "fit" if self.agreement is not None else None
 
     def is_usable(self, term: int, epoch: int) -> bool:
         """Whether it holds and has proven this epoch, and answers."""

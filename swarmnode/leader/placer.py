@@ -25,6 +25,7 @@ from scheduler.placement_record import PlacementRecord
 from scheduler.placement_report import Loss, PlacementReport
 from scheduler.placing import place
 from scheduler.settling import STALLED_S, Present, decide, exclusion_s
+from swarmnode.leader.checking import Checking, Imprecise
 from swarmnode.leader.coverage import Coverage
 from swarmnode.leader.engine import DecodeEngine
 from swarmnode.leader.inheritance import Inheritance
@@ -107,6 +108,10 @@ class Placer:
         self._prover = Prover(
             network, manifest, reference, self, partial_sums=settings.partial_sums, ask_f32=self._ask_f32
         )
+        self._checking = Checking(
+            self, members, self.coverage, manifest, reference, remote,
+            output=self._ask_f32, q8_layers=self._q8_layers, partial_sums=settings.partial_sums,
+        )  # fmt: skip
         self.last_epoch = 0  # the newest of this term; set before `run` to what another model's placements took
         self._specs = Specs(members, self.layers, settings.replicas, self._ask_f32)
         self._considered: dict[str, WorkerSpec] = {}  # as the last attempt to place took them into account
@@ -159,6 +164,7 @@ class Placer:
                 self.joined(member)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._prover.run)
+            nursery.start_soon(self._checking.run)
             while True:
                 self._changed = trio.Event()
                 again_s = await self._decide()
@@ -334,10 +340,18 @@ class Placer:
         self._changed.set()
 
     def believed(self, member: Member, share: Placement) -> Agreement | None:
-        return self._inheritance.believed(member, share)
+        found = self._inheritance.believed(member, share)
+        if found is not None and self._inheritance.was_unfit(member):
+            member.unfit = Imprecise(f"peer {member.name} was found imprecise by the leader before", peer=member.peer)
+        return found
 
     def spend(self, member: Member) -> None:
         self._inheritance.spend(member)
+
+    def fitness_changed(self, member: Member) -> None:
+        """It may hold no output rank any more: a new placement moves them, and a successor is told."""
+        self._inheritance.leave(self.coverage)
+        self._changed.set()
 
     @property
     def idle(self) -> bool:
@@ -389,6 +403,11 @@ class Placer:
         """The placement that serves, or is prepared, on the workers as they are now; None if there is none."""
         placement = self.coverage.current or self.coverage.wanted
         return None if placement is None else self._specs.describe(placement)
+
+    def wrong_outputs(self) -> tuple[str, ...]:
+        """The output ranks on workers that are not right for them, as sentences."""
+        placement = self.coverage.current or self.coverage.wanted
+        return () if placement is None else self._specs.wrong_outputs(placement)
 
     def without(self, peer: str) -> Loss | None:
         """What the loss of a peer would cost; None if there is no placement."""

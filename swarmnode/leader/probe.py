@@ -4,26 +4,34 @@ For each layer the worker gets one ordinary dispatch that names all the experts 
 this node's own computation from the experts' bytes, which a leader without the model's file fetches first (their hashes
 say that they are right, whoever sends them). Where the swarm combines by partial sums, the sum of one layer's rows
 is asked for and compared too. Only then does an epoch begin, and only then is the swarm ready.
+
+A worker whose kernels round otherwise passes, too, as long as it computes the same function; whether its sums are
+precise enough for output ranks is then asked with crafted rows (checking.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
 
 import numpy as np
 import trio
 
+from backends.activations import dequantize_q8_0, quantize_q8_0
+from backends.crafted_rows import crafted_rows, references
 from backends.device import Device
-from backends.experts import F32, GgmlExperts
+from backends.experts import F32, I32, GgmlExperts
 from backends.manifest import ExpertSource, LayerExperts, Manifest
-from capabilities.agreement import Agreement, compare, within_tolerance
+from backends.program import ExpertProgram
+from capabilities.agreement import MEDIAN_LIMIT, Agreement, compare, same_function, within_tolerance
 from capabilities.errors import ExpertsUnavailable, SwarmError
+from capabilities.precision import Precision
 from scheduler.combine import weighted_sums
 from scheduler.dispatch import deadline_s
-from swarmnode.expert_messages import dispatch_rows_max
+from swarmnode.expert_messages import Activations, dispatch_rows_max
 from swarmnode.leader.link import Answer, PeerLink
 from swarmnode.local_experts import load_layer
 from swarmnode.net.interface import PeerId
@@ -31,6 +39,7 @@ from swarmnode.net.interface import PeerId
 REMEMBERED_BYTES_MAX: Final = 64 << 20  # expected rows kept for workers that come back
 BATCH_BYTES_MAX: Final = 64 << 20  # experts that are fetched and loaded at a time; a single one may be larger
 _SEED: Final = 20_231
+_HALVES: Final = frozenset({1, 30})  # F16, BF16: this node's own kernels may add their products in half precision
 
 
 class Obtain(Protocol):
@@ -50,6 +59,22 @@ class Obtain(Protocol):
 async def at_hand(layer: LayerExperts, experts: Sequence[int], holder: PeerId) -> AsyncIterator[None]:
     """Obtain for a source that has every expert: the model's own file."""
     yield
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The worst agreement over all that was compared, and whether all of it was within tolerance."""
+
+    agreement: Agreement
+    within: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Crafted:
+    """Rows x [n, n_in] for one expert, as they leave this node, and what to make of the answer [n, n_out]."""
+
+    x: F32
+    judge: Callable[[F32], Awaitable[Precision]]
 
 
 class ProbeReference:
@@ -86,13 +111,56 @@ class ProbeReference:
         return np.stack([row for row in map(known.__getitem__, experts) if row is not None])
 
     def _compute(self, layer: LayerExperts, experts: Sequence[int]) -> F32:
+        ids = np.array(experts, np.int32)
+        return self._kernels(layer, self.activations(layer), np.zeros(len(ids), np.int32), ids)
+
+    def _kernels(self, layer: LayerExperts, x: F32, tokens: I32, experts: I32) -> F32:
         backend = GgmlExperts(self._device)
         try:
-            load_layer(backend, self._manifest, layer.layer, experts, self._source)
-            ids = np.array(experts, np.int32)
-            return backend.compute(layer.layer, self.activations(layer), np.zeros(len(ids), np.int32), ids)
+            load_layer(backend, self._manifest, layer.layer, sorted(set(experts.tolist())), self._source)
+            return backend.compute(layer.layer, x, tokens, experts)
         finally:
             backend.close()
+
+    async def crafted(
+        self, layer: LayerExperts, expert: int, holder: PeerId, ordinary: F32, seed: int, *, rounded: bool
+    ) -> Crafted:
+        """Rows made from ordinary ones of the layer [n, n_in] that show how a worker adds (backends/crafted_rows.py).
+
+        rounded: they will travel as Q8_0.
+
+        Raises:
+            SwarmError: the expert cannot be had, or its weights cannot be taken apart here.
+        """
+        async with self._obtain(layer, [expert], holder):
+            return await trio.to_thread.run_sync(
+                self._craft, layer, expert, ordinary, seed, rounded, limiter=self._limiter
+            )
+
+    def _craft(self, layer: LayerExperts, expert: int, ordinary: F32, seed: int, rounded: bool) -> Crafted:
+        program = ExpertProgram.from_bytes(self._manifest.programs[layer.program])
+        slices = [
+            bytes(self._source.read(layer.layer, expert, offset, tensor.nbytes))
+            for offset, tensor in zip(layer.offsets, layer.tensors, strict=True)
+        ]
+
+        def read(_expert: int, tensor: int) -> bytes:
+            return slices[tensor]
+
+        through = _through_q8_0 if rounded else _as_is
+        x = crafted_rows(layer, program, expert, read, ordinary, seed, through)
+        own = self._kernels(layer, x, np.arange(len(x), dtype=np.int32), np.full(len(x), expert, np.int32))
+        trusted = not _HALVES & {tensor.type for tensor in layer.tensors}
+
+        def judge(answer: F32) -> Precision:
+            if trusted and answer.shape == own.shape and compare(answer, own).median_relative_l2 <= MEDIAN_LIMIT:
+                return Precision.F32
+            return references(layer, program, expert, read, x).judge(answer)
+
+        async def judge_in_thread(answer: F32) -> Precision:
+            return await trio.to_thread.run_sync(judge, answer, limiter=self._limiter)
+
+        return Crafted(x, judge_in_thread)
 
 
 async def probe(
@@ -105,15 +173,15 @@ async def probe(
     epoch: int,
     partial_sums: bool = False,
     ask_f32: frozenset[int] = frozenset(),
-) -> Agreement:
-    """Compare every held expert of every layer, and a sum of rows where asked; the worst agreement over all of them.
+) -> Probed:
+    """Compare every held expert of every layer, and a sum of rows where asked.
 
     ask_f32: layers whose kernels are asked to accumulate in F32.
 
     Raises:
         ExpertsUnavailable: the worker did not answer, or computes another function; it names the layer and experts.
     """
-    worst = Agreement(True, 0.0, 0.0, 0.0, 1.0)
+    worst = Probed(Agreement(True, 0.0, 0.0, 0.0, 1.0), True)
     for number, experts in held.items():
         layer = manifest.experts_of(number)
         step = dispatch_rows_max(layer.n_out)
@@ -134,10 +202,11 @@ async def probe(
 
 def _compare(
     link: PeerLink, layer: LayerExperts, experts: Sequence[int], what: str, actual: F32, expected: F32
-) -> Agreement:
+) -> Probed:
     agreement = compare(actual, expected)
-    if within_tolerance(agreement, frozenset(tensor.type for tensor in layer.tensors)):
-        return agreement
+    within = within_tolerance(agreement, frozenset(tensor.type for tensor in layer.tensors))
+    if within or same_function(agreement):
+        return Probed(agreement, within)
     raise ExpertsUnavailable(
         f"peer {link.name} computes something else than layer {layer.layer} of the model: its {what} differ by"
         f" {agreement.median_relative_l2:.2g} (median relative L2) and {agreement.worst_relative_l2:.2g} at worst",
@@ -149,7 +218,11 @@ def _compare(
     )
 
 
-def _worse(a: Agreement, b: Agreement) -> Agreement:
+def _worse(one: Probed, other: Probed) -> Probed:
+    return Probed(_worse_agreement(one.agreement, other.agreement), one.within and other.within)
+
+
+def _worse_agreement(a: Agreement, b: Agreement) -> Agreement:
     return Agreement(
         a.bit_identical and b.bit_identical,
         max(a.max_abs_diff, b.max_abs_diff),
@@ -157,6 +230,14 @@ def _worse(a: Agreement, b: Agreement) -> Agreement:
         max(a.worst_relative_l2, b.worst_relative_l2),
         min(a.min_cosine, b.min_cosine),
     )
+
+
+def _through_q8_0(x: F32) -> F32:
+    return dequantize_q8_0(quantize_q8_0(x))
+
+
+def _as_is(x: F32) -> F32:
+    return x
 
 
 async def _ask(
@@ -169,7 +250,30 @@ async def _ask(
     ask_f32: bool,
     weights: F32 | None = None,
 ) -> F32:
-    """One dispatch outside any request, and its rows, or their sum by weights."""
+    """The experts' rows of the one row x, or their sum by weights."""
+    ids = np.array(experts, np.int32)
+    return await ask_rows(
+        link, x, np.zeros(len(ids), np.int32), ids, layer, term, epoch, ask_f32=ask_f32, weights=weights
+    )
+
+
+async def ask_rows(
+    link: PeerLink,
+    x: Activations,
+    tokens: I32,
+    experts: I32,
+    layer: LayerExperts,
+    term: int,
+    epoch: int,
+    *,
+    ask_f32: bool,
+    weights: F32 | None = None,
+) -> F32:
+    """One dispatch outside any request, and its rows [R, n_out], or by weights [R] sums [T, n_out].
+
+    Raises:
+        ExpertsUnavailable: the worker did not answer in time, or refused; the link has failed.
+    """
     answers: list[Answer] = []
     arrived = trio.Event()
 
@@ -177,24 +281,23 @@ async def _ask(
         answers.append(answer)
         arrived.set()
 
-    ids = np.array(experts, np.int32)
     link.send(
         term=term,
         epoch=epoch,
         layer=layer.layer,
         x=x,
-        tokens=np.zeros(len(ids), np.int32),
-        experts=ids,
+        tokens=tokens,
+        experts=experts,
         weights=weights,
         n_out=layer.n_out,
         ask_f32=ask_f32,
         on_answer=on_answer,
     )
-    nbytes = x.nbytes + 4 * layer.n_out * len(ids)
-    with trio.move_on_after(deadline_s(len(ids), nbytes, link.rate.rows_per_s)):
+    nbytes = x.nbytes + 4 * layer.n_out * len(experts)
+    with trio.move_on_after(deadline_s(len(experts), nbytes, link.rate.rows_per_s)):
         await arrived.wait()
     if not answers:
-        link.fail("timeout", "it owes an answer to the probe")  # which gives the answer: an error
+        link.fail("timeout", "it owes an answer")  # which gives the answer: an error
     if isinstance(answer := answers[0], SwarmError):
         raise answer
     return answer

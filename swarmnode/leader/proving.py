@@ -17,6 +17,7 @@ from capabilities.agreement import Agreement
 from capabilities.errors import SwarmError
 from scheduler.placement import Placement
 from scheduler.settling import rest_s
+from swarmnode.leader.checking import imprecision
 from swarmnode.leader.link import PeerLink
 from swarmnode.leader.members import Member
 from swarmnode.leader.probe import ProbeReference, probe
@@ -122,10 +123,13 @@ class Prover:
             member.phase = "probing"
             link = await self._open_link(member)
             believed = self._owner.believed(member, share)
-            agreement = believed or await self._probe(link, share)
+            if believed is None:
+                await self._probe(link, share, member)
+            else:
+                member.agreement = believed
             if link.closed is not None:
                 raise link.closed
-            self._passed(member, share, agreement)
+            self._passed(member, share)
             if believed is not None:
                 self._owner.spend(member)
                 self.start(self._probe_when_idle, member)
@@ -139,8 +143,9 @@ class Prover:
         elif passed:
             await self._owner.proven()
 
-    async def _probe(self, link: PeerLink, share: Placement) -> Agreement:
-        return await probe(
+    async def _probe(self, link: PeerLink, share: Placement, member: Member) -> None:
+        """Compare all that a worker should hold. Who was found unfit stays that as long as it stays."""
+        probed = await probe(
             link,
             self._reference,
             self._manifest,
@@ -150,6 +155,9 @@ class Prover:
             partial_sums=self._partial_sums,
             ask_f32=self._ask_f32,
         )
+        member.agreement = probed.agreement
+        if not probed.within and member.unfit is None:
+            member.unfit = await imprecision(link, self._reference, self._manifest, share, share.epoch)
 
     async def _probe_when_idle(self, member: Member) -> None:
         """Make up for the proof that a worker was spared, while nobody waits for an answer."""
@@ -160,15 +168,15 @@ class Prover:
         if link is None or member.link is not link or share is None or not member.is_usable(share.term, share.epoch):
             return  # it has to prove itself anyway
         try:
-            member.agreement = await self._probe(link, share)
+            await self._probe(link, share, member)
             _log.info("probe.made_up", peer=member.peer, name=member.name, epoch=share.epoch)
         except SwarmError as error:
             if link.closed is None and self._owner.share_of(str(member.peer)) is share:
                 link.fail("bad_reply", error.message)  # which lets it rest
 
-    def _passed(self, member: Member, share: Placement, agreement: Agreement) -> None:
+    def _passed(self, member: Member, share: Placement) -> None:
         member.proven.add((share.term, share.epoch))
-        member.agreement, member.phase, member.error = agreement, "ready", None
+        member.phase, member.error = "ready", None
         member.failing_since_s, member.failures, member.given_up = None, 0, 0
         _log.info(
             "probe.passed",
@@ -176,7 +184,8 @@ class Prover:
             name=member.name,
             epoch=share.epoch,
             experts=sum(map(len, share.held_by(str(member.peer)).values())),
-            bit_identical=agreement.bit_identical,
+            bit_identical=member.agreement is not None and member.agreement.bit_identical,
+            unfit=None if member.unfit is None else member.unfit.message,
         )
 
     async def _open_link(self, member: Member) -> PeerLink:

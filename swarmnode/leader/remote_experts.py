@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import trio
 
 from backends.experts import F32, I32
@@ -29,6 +30,9 @@ from swarmnode.leader.link import Answer, PeerLink
 from swarmnode.leader.own_experts import OWN_COPY, OwnExperts
 from swarmnode.leader.routing import Detours, Routing
 
+_SAMPLE_ROWS: Final = 8  # of one step
+_SAMPLES_MAX: Final = 64  # steps
+_SAMPLE_S: Final = 10.0  # rows come with each token of any request
 _SLICE_S: Final = 0.25  # our clock counts no more for one wait or one computation, so our own sleep is nobody's fault
 
 
@@ -80,6 +84,7 @@ class RemoteExperts:
         self._ticked = time.monotonic()
         self._detours = Detours()
         self._owed: dict[Asked, PeerLink] = {}  # asked, and then not waited for any more
+        self._samples: dict[int, list[F32]] = {}  # of layers that somebody wants rows of
         self.timing = LayerTiming()
         self.failover = FailoverStatistics()
         self.mixed = False
@@ -99,6 +104,18 @@ class RemoteExperts:
         """Free the own copy. The decode thread has ended."""
         if self._own is not None:
             self._own.close()
+
+    async def sample(self, layer: int, rows: int) -> F32 | None:
+        """The layer's next activations, as they are dispatched [rows, n_in]; None if too few come in time."""
+        taken: list[F32] = []
+        self._samples[layer] = taken
+        try:
+            with trio.move_on_after(_SAMPLE_S):
+                while sum(map(len, taken)) < rows:  # noqa: ASYNC110 - the decode thread has better to do than to tell
+                    await trio.sleep(_SLICE_S)
+        finally:
+            del self._samples[layer]
+        return np.concatenate(taken)[:rows] if sum(map(len, taken)) >= rows else None
 
     def begin_request(self, request_id: str) -> None:
         """Tell the workers that dispatches for this request follow, for their logs."""
@@ -144,6 +161,8 @@ class RemoteExperts:
         if routing is None:
             raise NotReady("the swarm has no placement that covers every expert", layer=layer)
         started = time.perf_counter()
+        if (wanted := self._samples.get(layer)) is not None and len(wanted) < _SAMPLES_MAX:
+            wanted.append(x[:_SAMPLE_ROWS].copy())
         n_tokens, n_used = ids.shape
         step = max(1, min(n_tokens, dispatch_rows_max(spec.n_out) // n_used, dispatch_tokens_max(spec.n_in)))
         table = self._detours.around(routing, layer)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from scheduler.placement import LayerSpec, Placement, WorkerSpec
-from scheduler.placement_report import Loss, PlacementReport, describe, without
+from scheduler.placement_report import Loss, PlacementReport, describe, without, wrong_outputs
 from swarmnode.leader.members import Member, Members
 from swarmnode.leader.publishing import numeric_class
 from swarmnode.net.interface import PeerId
@@ -34,6 +34,7 @@ class Specs:
             host=hello.host,
             rows_per_s=_rate(member) or self._typical_rate() or default.rows_per_s,
             rtt_ms=_magnitude(self._members.watch.rtt_ms(member.peer) or default.rtt_ms),
+            fitness="unfit" if member.unfit is not None else "fit",
             accumulates_f32=hello.accumulates_f32,
             numeric_class=numeric_class(member),
             draining=member.draining,
@@ -45,6 +46,11 @@ class Specs:
         return describe(
             placement, self._layers, self._there(), replicas=self._replicas, output=self._output, names=names
         )
+
+    def wrong_outputs(self, placement: Placement) -> tuple[str, ...]:
+        """The output ranks on members that are not right for them, as sentences."""
+        names = {str(peer): member.name for peer, member in self._members.by_peer.items()}
+        return wrong_outputs(placement, self._layers, self._there(), output=self._output, names=names)
 
     def without(self, placement: Placement, peer: str) -> Loss:
         """What the loss of a peer would cost."""
@@ -66,4 +72,3 @@ def _rate(member: Member) -> float | None:
 def _magnitude(rtt_ms: float) -> float:
     """A round trip up to the next power of two: what wavers by less must not move experts."""
     return max(RTT_MS_MIN, 2.0 ** math.ceil(math.log2(rtt_ms))) if rtt_ms > 0 else RTT_MS_MIN
-
