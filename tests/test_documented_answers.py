@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -92,6 +92,7 @@ async def _collect_answers(folder: Path) -> Answers:
             views += [await node.status(), await worker.status()]
             (member,) = leader.members.by_peer.values()
             member.progress = Progress(1, 1, "loading", 1, 2, 1)
+            member.hello = replace(member.hello, accumulates_f32=False)
             views.append(await node.status())
             handlers = Handlers(node)
             reply = cast(ControlReply, Unheard())
