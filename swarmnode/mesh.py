@@ -76,8 +76,8 @@ class SwarmMesh:
 
 def _no_vote(peer: str, why: str) -> Finding:
     hint = (
-        "Mend its disk, if that is full or broken, and restart it. If the file is lost or damaged, delete what is left of"
-        f" it, restart, and with the owner's key: `swarmctl backbone remove {peer}`, then `swarmctl backbone add {peer}`."
+        "Mend its disk, if that is full or broken, and restart it. If the file is lost or damaged, delete what is left"
+        f" of it, restart, and by the owner: `swarmctl backbone remove {peer}`, then `swarmctl backbone add {peer}`."
     )
     return Finding(FindingKind.NO_VOTE, peer, why, hint)
 
