@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from capabilities.errors import DeadlineExceeded, Internal, NoLeader, NotReady, Overloaded, SwarmError
 
 NO_LEADER_S = 15.0  # an election takes 3 s, taking over the trunk's work a few more; a person waits in front of it
+PARTED_S = 2.0  # without a token so far, where nobody can be elected: who only just asked hears it soon
 RETRY_S = 1.0  # before the same leader is asked again
 DEADLINE_S_MIN = 0.001  # the least that a request can ask for
 ATTEMPTS_MAX = 64  # a swarm that changes its leader so often during one answer has other troubles
@@ -98,6 +99,7 @@ class Attempts:
         self._no_leader_s = no_leader_s
         self._leader: Leading | None = None  # as last heard
         self._reason = ""  # why there is none
+        self._parted = False  # nobody can be elected
         self._term = 0  # the newest that was heard of
         self._attempt = -1
         self._asked: Leading | None = None  # by the newest attempt
@@ -128,7 +130,7 @@ class Attempts:
         if self._runs:
             return self._deadline
         retry_at = self._retry_at if self._leader is not None else math.inf
-        return min(self._deadline, self._lost_at + self._no_leader_s, retry_at)
+        return min(self._deadline, self._lost_at + self._patience_s(), retry_at)
 
     # Who leads
 
@@ -139,10 +141,18 @@ class Attempts:
             return self._fail(NoLeader(f"the swarm has no leader: {reason}", request_id=self._request_id))
         return self._submit(leader, now)
 
-    def follow(self, leader: Leading | None, reason: str, now: float) -> list[AttemptEffect]:
-        """Who leads, as far as is known now. An attempt that runs is let run until another leader is known."""
-        if self._ended or not self._hear(leader, reason) or leader is None or leader == self._asked:
+    def follow(
+        self, leader: Leading | None, reason: str, now: float, *, parted: bool = False
+    ) -> list[AttemptEffect]:
+        """Who leads, as far as is known now. An attempt that runs is let run until another leader is known.
+
+        parted: nobody can be elected now. A request that has no token yet then fails soon; others hope for longer.
+        """
+        self._parted = parted
+        if self._ended or not self._hear(leader, reason):
             return []
+        if leader is None or leader == self._asked:
+            return self.tick(now) if parted else []
         return self._submit(leader, now)
 
     def _hear(self, leader: Leading | None, reason: str) -> bool:
@@ -208,13 +218,18 @@ class Attempts:
             return self._fail(DeadlineExceeded(message, request_id=self._request_id))
         if self._runs:
             return []
-        if now >= self._lost_at + self._no_leader_s:
+        if now >= self._lost_at + self._patience_s():
             return self._fail(self._last_word())
         if self._leader is not None and now >= self._retry_at:
             return self._submit(self._leader, now)
         return []
 
     # Inside
+
+    def _patience_s(self) -> float:
+        """How long to wait for another leader."""
+        hopeless = self._parted and self._leader is None and not self.tokens
+        return min(self._no_leader_s, PARTED_S) if hopeless else self._no_leader_s
 
     def _counts(self, attempt: int) -> bool:
         return self._runs and not self._ended and attempt == self._attempt
@@ -244,7 +259,7 @@ class Attempts:
             return NoLeader(f"{self._attempt + 1} leaders were lost during the answer", request_id=self._request_id)
         if self._no_leader_s > 0 and isinstance(error, NoLeader):
             why = f" ({self._reason})" if self._leader is None and self._reason else ""
-            message = f"{error.message}; nobody took its place for {self._no_leader_s:g} s{why}"
+            message = f"{error.message}; nobody took its place for {self._patience_s():g} s{why}"
             return NoLeader(message, **error.details)
         return error
 

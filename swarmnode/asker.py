@@ -141,7 +141,8 @@ class _Request:
             case None:
                 return self._obey(attempts.tick(now))
             case _LeaderChanged():
-                return self._obey(attempts.follow(_leading(self._view), self._view.reason, now))
+                view = self._view
+                return self._obey(attempts.follow(_leading(view), view.reason, now, parted=view.parted))
             case number, Token(index, token, text):
                 return self._obey(attempts.token(number, index, token, text))
             case number, Done() as done:
@@ -180,11 +181,12 @@ class _Request:
 
     # -- tasks --------------------------------------------------------------------------------------------------
 
-    async def _watch(self, seen: Leading | None) -> None:
+    async def _watch(self, leader: Leading | None) -> None:
+        seen = (leader, False)
         while True:
-            while (leader := _leading(self._view)) == seen:
+            while (now := (_leading(self._view), self._view.parted)) == seen:
                 await self._view.changed()
-            seen = leader
+            seen = now
             await self._send.send(_LeaderChanged())
 
     async def _submit(self, submit: Submit, scope: trio.CancelScope) -> None:

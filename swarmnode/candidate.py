@@ -193,8 +193,9 @@ class Candidate:
 
     def _covers(self) -> bool:
         """Whether every expert is within reach, as far as this node can tell."""
-        if self._leader is not None:
-            return self._leader.covers
+        if self._leader is not None and self._leader.covers:
+            return True
+        # A leader whose workers still load is judged like the others: else it would hand over to one that is no better.
         if self._loaded is None:
             return False
         if self._has_file:

@@ -48,21 +48,21 @@ def run(config: Config, paths: Paths) -> None:
 
 
 async def _main(config: Config, paths: Paths, identity: Identity, threads: int) -> None:
+    if config.swarm.role != "member":
+        await _run_named(config, paths, identity, threads)
+        return
     async with trio.open_nursery() as nursery:
-        if config.swarm.role == "member":
-            node = await Node.open(config, paths, identity, threads)
-            nursery.start_soon(_stop_on_signal, nursery.cancel_scope, node.goodbye)
-            handlers = {**Handlers(node).table(), **node.commands.table()}
-            await nursery.start(serve_control, paths.socket_to_bind(), handlers)
-            _log.info("daemon.started", peer_id=identity.peer_id, threads=threads)
-            await node.run()
-        else:
-            nursery.start_soon(_stop_on_signal, nursery.cancel_scope)
-            await _run_named(config, paths, identity, threads)
+        node = await Node.open(config, paths, identity, threads)
+        nursery.start_soon(_stop_on_signal, nursery.cancel_scope, node.goodbye)
+        handlers = {**Handlers(node).table(), **node.commands.table()}
+        await nursery.start(serve_control, paths.socket_to_bind(), handlers)
+        _log.info("daemon.started", peer_id=identity.peer_id, threads=threads)
+        await node.run()
 
 
 async def _run_named(config: Config, paths: Paths, identity: Identity, threads: int) -> None:
     async with open_libp2p_network(identity, config.node.listen) as network, trio.open_nursery() as nursery:
+        nursery.start_soon(_stop_on_signal, nursery.cancel_scope)  # the network is there until all else has ended
         node: NamedLeaderNode | NamedWorkerNode
         if config.swarm.role == "leader":
             node = NamedLeaderNode(network, config, paths, threads)

@@ -41,8 +41,12 @@ class LeaderView(Protocol):
     def reason(self) -> str:
         """Why there is no leader, for people; empty if there is one."""
 
+    @property
+    def parted(self) -> bool:
+        """Whether so few of the backbone answer that nobody can be elected among them."""
+
     async def changed(self) -> None:
-        """Wait until `leader` is another one (or another term's, or None) than when this was called."""
+        """Wait until `leader` is another one (or another term's, or None) than when this was called, or `parted` is."""
 
     def check(self, term: int, peer: str) -> None:
         """Whether to obey an order that `peer`, whose key was proven, gives in `term`.
@@ -65,6 +69,10 @@ class NamedLeader:
     @property
     def reason(self) -> str:
         return ""
+
+    @property
+    def parted(self) -> bool:
+        return False
 
     async def changed(self) -> None:
         await trio.sleep_forever()

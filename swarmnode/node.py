@@ -8,7 +8,7 @@ each time the network is closed and opened again under the new swarm's key, with
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import structlog
 import trio
@@ -31,6 +31,8 @@ from swarmnode.swarm.record import SwarmRecord
 from swarmnode.swarm.store import SwarmFiles, SwarmStore
 from swarmnode.version import VERSION
 
+_END_S: Final = 8.0  # a step that runs has 5 s to end
+
 _log = structlog.get_logger(__name__)
 
 
@@ -47,6 +49,8 @@ class Node:
         self._store = store
         self._parts = parts
         self._participant: Participant | None = None
+        self._part_scope = trio.CancelScope()
+        self._part_ended = trio.Event()
         self._changed = trio.Event()
 
     @classmethod
@@ -89,16 +93,23 @@ class Node:
                 lambda rank: open_kademlia(network, rank, server=bool(network.addresses)),
             )
             self._participant = part
+            self._part_scope, self._part_ended = trio.CancelScope(), trio.Event()
             _log.info("node.member", swarm=record.swarm, name=record.name, addresses=network.addresses)
             try:
-                await part.run()
+                with self._part_scope:
+                    await part.run()
             finally:
                 self._participant = None
+                self._part_ended.set()
 
     async def goodbye(self) -> None:
-        """Before this daemon ends, or leaves its swarm: see Participant.goodbye."""
+        """Before this daemon ends, or leaves its swarm: see Participant.goodbye. Then the part ends, and only then the
+        network: whoever waits for an answer hears why it does not come."""
         if self._participant is not None:
             await self._participant.goodbye()
+            self._part_scope.cancel()
+            with trio.move_on_after(_END_S):
+                await self._part_ended.wait()
 
     def _has_changed(self) -> None:
         self._changed.set()

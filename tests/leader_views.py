@@ -14,12 +14,14 @@ class SettableView:
 
     def __init__(self) -> None:
         self.term = 0
+        self._parted = False
         self._leader: KnownLeader | None = None
         self._obeyed: KnownLeader | None = None
         self._changed = trio.Event()
 
-    def set(self, peer: PeerId | None, term: int = 0, address: str = "") -> None:
-        """`peer` leads `term`; None: nobody that is known."""
+    def set(self, peer: PeerId | None, term: int = 0, address: str = "", *, parted: bool = False) -> None:
+        """`peer` leads `term`; None: nobody that is known. parted: nor can there be one."""
+        self._parted = parted
         self._leader = None if peer is None else KnownLeader(peer, term, None, address)
         if self._leader is not None:
             self._obeyed, self.term = self._leader, max(self.term, term)
@@ -33,6 +35,10 @@ class SettableView:
     @property
     def reason(self) -> str:
         return "" if self._leader is not None else "there is an election"
+
+    @property
+    def parted(self) -> bool:
+        return self._parted
 
     async def changed(self) -> None:
         await self._changed.wait()

@@ -13,7 +13,7 @@ import trio.testing
 from trio.testing import MockClock
 
 from capabilities.errors import NoLeader, NotReady
-from scheduler.attempts import NO_LEADER_S
+from scheduler.attempts import NO_LEADER_S, PARTED_S
 from scheduler.requests import Timings, Usage
 from scheduler.sampling import SamplingParams
 from swarmnode import limits
@@ -336,6 +336,26 @@ async def test_without_a_leader_a_request_waits_for_an_election_and_no_longer(au
         assert isinstance(reply, Failed)
         assert (reply.error.type, "there is an election" in reply.error.message) == ("no_leader", True)
         assert swarm.asker.leader is None
+
+
+async def test_where_nobody_can_be_elected_a_request_without_a_token_fails_soon(autojump_clock: MockClock) -> None:
+    async def silent(_: Ask, stream: Stream) -> None:
+        await trio.sleep(1)
+        swarm.view.set(None, parted=True)
+        await stream.reset()
+
+    async def begun(_: Ask, stream: Stream) -> None:
+        await stream.send(encode_reply(Token(0, 5, "a")))
+        await silent(_, stream)
+
+    for script, patience_s in ((silent, PARTED_S), (begun, NO_LEADER_S)):
+        async with scripted(script) as swarm:
+            swarm.view.set(swarm.leaders[0].peer_id, 1)
+            started = trio.current_time()
+            *_, last = await swarm.answer()
+            assert isinstance(last, Failed)
+            assert trio.current_time() - started == pytest.approx(1 + patience_s)
+            assert f"nobody took its place for {patience_s:g} s (there is an election)" in last.error.message
 
 
 async def test_what_is_asked_again_has_the_answer_so_far_and_the_time_that_is_left(autojump_clock: MockClock) -> None:

@@ -60,6 +60,7 @@ class LeaderWatch:
         self._news = News(store)
         self._listeners: dict[PeerId, Listener] = {}
         self._leader: KnownLeader | None = None
+        self._parted = False
         self._changed = trio.Event()
         self._disk_turn = trio.Lock()
         self._disk_fault = ""
@@ -101,6 +102,10 @@ class LeaderWatch:
             return f"the newest term cannot be stored here: {self._disk_fault}"
         members = self._members()
         return why_nobody_leads(self._network.peer_id, members, self._words(), self._dialer.reason)
+
+    @property
+    def parted(self) -> bool:
+        return self._parted
 
     async def changed(self) -> None:
         await self._changed.wait()
@@ -172,10 +177,16 @@ class LeaderWatch:
             if word is not None and (word.leader, word.term) == (mandate.leader, mandate.term):
                 found = KnownLeader(PeerId(mandate.leader), mandate.term, mandate)
         before, self._leader = self._leader, found
+        parted, self._parted = self._parted, self._is_parted()
         if _named(before) != _named(found):
             _log.info("leader.known", leader=None if found is None else found.peer, term=self._guard.term)
+        if _named(before) != _named(found) or parted != self._parted:
             self._changed.set()
             self._changed = trio.Event()
+
+    def _is_parted(self) -> bool:
+        record = self._store.record
+        return record is not None and not record.backbone.is_quorum(self._words())
 
     # -- hearing ------------------------------------------------------------------------------------------------
 
