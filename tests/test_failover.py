@@ -121,7 +121,8 @@ async def test_another_holder_goes_on_with_the_same_tokens(tmp_path: Path, fault
 
         heard = await interrupted(swarm, strike)
         check(swarm, heard)
-        assert remote.failover.failures + remote.failover.hedges >= 1
+        if fault is not cut:  # a cut may come between two layers: then the next one goes elsewhere from the start
+            assert remote.failover.failures + remote.failover.hedges >= 1
         assert (remote.failover.own_rows, remote.failover.mixed_steps) == (0, 0)
 
 
