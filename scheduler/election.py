@@ -5,7 +5,7 @@ a bare higher number changes nothing anywhere; the lease only makes a leader ste
 versioned, owner-signed backbone set. Roles stand in election_roles.py, times in election_times.py, what is stored in
 election_state.py; the promises are kept in voter.py, and the backbone changes in backbone_ledger.py.
 
-    every TICK_S                  tick(now)
+    every tick_s                  tick(now)
     a message of a peer           receive(message, sender, now)       PeerMistake if no honest peer sends such a one
     trunk, fitness, coverage      report(eligible=..., covers=..., now=now)
     drain                         hand_over(now)
@@ -91,6 +91,12 @@ class Election:
         """Whom to keep a stream to: members of the versions before, acting and pending, but this peer; sorted."""
         return self._ledger.concerned()
 
+    @property
+    def tick_s(self) -> float:
+        """How long until the next tick is due, unless something happens before."""
+        outside = self._role is Role.OUTSIDER and self._ledger.pending is None
+        return times.OUTSIDER_TICK_S if outside else times.TICK_S
+
     def status(self) -> ElectionStatus:
         """For people: what this peer knows, and why nobody leads if nobody does."""
         heard = [peer for peer, time in self._heard.items() if self._time - time < times.ELECTION_S_MIN]
@@ -99,7 +105,7 @@ class Election:
     # -- events -------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> Ready:
-        """Time passes: due every TICK_S."""
+        """Time passes: due every `tick_s`."""
         self._advance(now)
         if self._leadership is not None:
             self._lead(self._leadership)

@@ -12,6 +12,10 @@ from typing import Final
 TICK_S: Final = 0.1
 """How often `tick` is due. Everything below is noticed this much late at most."""
 
+OUTSIDER_TICK_S: Final = 1.0
+"""The same for a peer outside of the backbone, for which nothing is a matter of time: to wake up is most of what it
+costs while nothing happens."""
+
 STRETCH_S: Final = 0.4
 """Four ticks: a busy event loop still keeps time, a stopped process wakes as if it had been away for this long."""
 

@@ -30,6 +30,7 @@ from swarmnode.swarm.store import SwarmStore
 _log = structlog.get_logger(__name__)
 
 _LOOK_S: Final = 0.5  # how late it is noticed that the leader names another model, or has lost its last copies
+_LOOK_OUTSIDE_S: Final = 2.0  # the same for a peer that may not lead anyway
 
 
 class Candidate:
@@ -74,7 +75,7 @@ class Candidate:
                 while True:
                     self._news = trio.Event()
                     await self._look()
-                    with trio.move_on_after(_LOOK_S):
+                    with trio.move_on_after(_LOOK_S if self._in_backbone else _LOOK_OUTSIDE_S):
                         await self._news.wait()
         finally:
             with trio.CancelScope(shield=True):
@@ -151,8 +152,7 @@ class Candidate:
             if active and (self._choice.configured or not self._choice.swarm_active):  # else it follows the choice
                 await self._remember(active)
             return
-        record, leader = self._store.record, self._watch.leader
-        in_backbone = record is not None and self._me in record.backbone.peers
+        record, leader, in_backbone = self._store.record, self._watch.leader, self._in_backbone
         if leader is not None and (model := self._watch.model):
             self._choice.heard = model
             if in_backbone:
@@ -163,6 +163,11 @@ class Candidate:
         if not in_backbone:
             self._keeper.want("", ())
 
+    @property
+    def _in_backbone(self) -> bool:
+        record = self._store.record
+        return record is not None and self._me in record.backbone.peers
+
     async def _remember(self, model: str) -> None:
         try:
             await trio.to_thread.run_sync(self._choice.remember, model)
@@ -171,8 +176,7 @@ class Candidate:
 
     async def _get_ready(self) -> None:
         """Have the trunk in memory. Raises SwarmError with what is missing."""
-        record = self._store.record
-        if record is None or self._me not in record.backbone.peers:
+        if not self._in_backbone:
             raise NotReady("it is not in the backbone")
         if self._draining and self._leader is None:  # a leader leads on until another one has taken over
             raise NotReady("it is draining")

@@ -121,6 +121,7 @@ class ElectionService:
         self._mistakes = 0
         self._nursery: trio.Nursery | None = None
         self._changed = trio.Event()
+        self._stepped = trio.Event()  # at the next event, ticks included
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Take part until cancelled. It has started when the vote file is open."""
@@ -134,7 +135,16 @@ class ElectionService:
             await trio.sleep(TICK_S * self._draw())  # not in step with others: peers that tick at once stand at once
             while True:
                 await self._step(lambda election, now: election.tick(now))
-                await trio.sleep(TICK_S)
+                await self._until_next_tick()
+
+    async def _until_next_tick(self) -> None:
+        tick_s = TICK_S if self._election is None else self._election.tick_s
+        if tick_s <= TICK_S:
+            await trio.sleep(TICK_S)
+            return
+        with trio.move_on_after(tick_s):
+            await self._stepped.wait()  # an event may make this peer a member, for which time counts
+            await trio.sleep(TICK_S)
 
     # -- what others ask ----------------------------------------------------------------------------------------
 
@@ -244,6 +254,8 @@ class ElectionService:
                 return
             with trio.CancelScope(shield=True):  # the election counts on what it asked for; the wait is one fsync
                 await self._carry_out(event(self._election, self._clock()))
+            self._stepped.set()
+            self._stepped = trio.Event()
 
     async def _carry_out(self, ready: Ready) -> None:
         if ready.state is not None:

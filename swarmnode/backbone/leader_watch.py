@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 _log = structlog.get_logger(__name__)
 
 _DIALS_FOR: Final = "leader"
-_LOOK_S: Final = 0.25  # how late a word that is no longer fresh is noticed
-_STORE_AGAIN_S: Final = 1.0
+_LOOK_S_MIN: Final = 0.25  # how late a word that is no longer fresh is noticed
+_LOOK_S_MAX: Final = 1.0  # how late another backbone is, or a disk that works again
 
 
 class LeaderWatch:
@@ -78,13 +78,15 @@ class LeaderWatch:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._hear_own)
-            nursery.start_soon(self._store_again)
             self._tend()
             task_status.started()
             while True:
                 self._tend()
                 self._judge()
-                await trio.sleep(_LOOK_S)
+                if self._guard.known is not self._guard.obeyed:  # it could not be stored, or was interrupted
+                    await self._store_newest()
+                    self._judge()
+                await trio.sleep(self._next_look_s())
 
     # -- LeaderView ---------------------------------------------------------------------------------------------
 
@@ -188,6 +190,12 @@ class LeaderWatch:
         record = self._store.record
         return record is not None and not record.backbone.is_quorum(self._words())
 
+    def _next_look_s(self) -> float:
+        """Until the next word is no longer fresh, unless it is heard again."""
+        now = trio.current_time()
+        ends = [listener.fresh_until for listener in self._listeners.values() if listener.fresh_until >= now]
+        return max(min([*ends, now + _LOOK_S_MAX]) - now, _LOOK_S_MIN)
+
     # -- hearing ------------------------------------------------------------------------------------------------
 
     def _tend(self) -> None:
@@ -281,14 +289,6 @@ class LeaderWatch:
                 return
             self._guard.stored(mandate)
             self._disk_fault = ""
-
-    async def _store_again(self) -> None:
-        """What could not be stored, or was interrupted."""
-        while True:
-            await trio.sleep(_STORE_AGAIN_S)
-            if self._guard.known is not self._guard.obeyed:
-                await self._store_newest()
-                self._judge()
 
 
 def _named(leader: KnownLeader | None) -> tuple[str, int] | None:

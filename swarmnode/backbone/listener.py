@@ -82,8 +82,12 @@ class Listener:
     @property
     def fresh_word(self) -> Word | None:
         """The word that holds now."""
-        late = trio.current_time() - self._heard_at > limits.LEADERSHIP_FRESH_SECONDS
-        return None if late else self.word
+        return None if trio.current_time() > self.fresh_until else self.word
+
+    @property
+    def fresh_until(self) -> float:
+        """The instant until which it holds, if nothing is heard before."""
+        return self._heard_at + limits.LEADERSHIP_FRESH_SECONDS
 
     async def run(self) -> None:
         pause_s = limits.BACKBONE_RETRY_SECONDS_MIN

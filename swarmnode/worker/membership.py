@@ -43,6 +43,7 @@ RETRY_S_MIN: Final = 0.5
 RETRY_S_MAX: Final = 2.0  # a leader that restarts has its workers back within two seconds
 STABLE_S: Final = 10.0  # a membership that lasted this long resets the retry interval
 PROGRESS_INTERVAL_S: Final = 0.5
+IDLE_LOOK_S: Final = 2.0  # how late it is told what was measured anew, while nothing is fetched or loaded
 DIAL_SECONDS_MAX: Final = 10.0
 
 
@@ -179,6 +180,7 @@ class Membership:
         with scope:
             self._set_phase("fetching")
             self._assigned, self._told = assign, None
+            self._news.set()
             try:
                 held = self._epochs.adopt(assign.term, assign.epoch, assign.manifest, assign.held)
                 if held is None:
@@ -211,7 +213,8 @@ class Membership:
                 self._told = progress
                 with trio.fail_after(limits.SEND_SECONDS_MAX):
                     await stream.send(encode(progress))
-            with trio.move_on_after(PROGRESS_INTERVAL_S):
+            busy = told.measuring or self.state.phase in ("fetching", "loading")
+            with trio.move_on_after(PROGRESS_INTERVAL_S if busy else IDLE_LOOK_S):
                 await self._news.wait()
 
     def _set_phase(self, phase: Phase, error: SwarmError | None = None) -> None:
