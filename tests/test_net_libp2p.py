@@ -29,7 +29,7 @@ from libp2p.stream_muxer.yamux.yamux import Yamux
 from multiaddr import Multiaddr
 
 from swarmnode.identity import Identity
-from swarmnode.net import limits
+from swarmnode.net import addresses, limits
 from swarmnode.net.addresses import machine_addresses
 from swarmnode.net.interface import ConnectionLost, DialFailed, ListenFailed, PeerId, Stream, StreamReset
 from swarmnode.net.libp2p_adapters import STOCK_MUXER
@@ -230,12 +230,23 @@ async def test_many_dials_of_one_peer_make_one_connection() -> None:
 async def test_wildcards_are_replaced_by_addresses_that_can_be_dialed() -> None:
     async with open_libp2p_network(Identity.generate(), ["/ip4/0.0.0.0/tcp/0"]) as node, network() as other:
         hosts = [address.split("/")[2] for address in node.addresses]
-        assert hosts == machine_addresses(ipv6=False)
-        assert "0.0.0.0" not in hosts
-        assert hosts[-1] == "127.0.0.1"
+        *others, loopback = machine_addresses(ipv6=False)
+        assert loopback == "127.0.0.1"
+        assert hosts == (others or [loopback])
         for address in node.addresses:
             await other.connect(address)
             await other.disconnect(node.peer_id)
+
+
+def test_loopback_is_told_to_nobody_who_could_be_told_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = {False: ["192.0.2.7", "127.0.0.1"], True: ["::1"]}
+    monkeypatch.setattr(addresses, "machine_addresses", lambda *, ipv6: machine[ipv6])
+    wildcards = [Multiaddr("/ip4/0.0.0.0/tcp/1"), Multiaddr("/ip6/::/tcp/1")]
+    assert list(map(str, addresses.reachable(wildcards))) == ["/ip4/192.0.2.7/tcp/1"]
+    by_name = [Multiaddr("/ip4/127.0.0.1/tcp/2"), *wildcards]
+    assert list(map(str, addresses.reachable(by_name))) == ["/ip4/127.0.0.1/tcp/2", "/ip4/192.0.2.7/tcp/1"]
+    machine[False] = ["127.0.0.1"]
+    assert list(map(str, addresses.reachable(wildcards))) == ["/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/1"]
 
 
 async def test_addresses_that_cannot_be_listened_on() -> None:

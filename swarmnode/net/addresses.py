@@ -37,15 +37,26 @@ def parse_dial_address(text: str) -> tuple[PeerId, Multiaddr]:
 
 
 def reachable(listened: Iterable[Multiaddr]) -> list[Multiaddr]:
-    """`listened` with every wildcard replaced by this machine's addresses, the most useful first, none twice."""
-    found: dict[str, Multiaddr] = {}
+    """`listened` with every wildcard replaced by this machine's addresses, the most useful first, none twice.
+
+    Loopback is left out where a wildcard gives anything else: to others it would mean themselves.
+    """
+    named: dict[str, None] = {}
+    meant: dict[str, bool] = {}  # by wildcards, and whether it is loopback
     for address in listened:
         host, port = tcp_target(address)
-        hosts = machine_addresses(ipv6=":" in host) if ipaddress.ip_address(host).is_unspecified else [host]
-        for each in hosts:
-            text = f"/{'ip6' if ':' in each else 'ip4'}/{each}/tcp/{port}"
-            found[text] = Multiaddr(text)
-    return list(found.values())
+        if not ipaddress.ip_address(host).is_unspecified:
+            named[_text(host, port)] = None
+            continue
+        for each in machine_addresses(ipv6=":" in host):
+            meant[_text(each, port)] = ipaddress.ip_address(each).is_loopback
+    only_loopback = all(meant.values()) and not named
+    told = [text for text, loopback in meant.items() if only_loopback or not loopback]
+    return [Multiaddr(text) for text in dict.fromkeys((*named, *told))]
+
+
+def _text(host: str, port: int) -> str:
+    return f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}"
 
 
 def machine_addresses(*, ipv6: bool) -> list[str]:
