@@ -5,6 +5,7 @@ With trio's MockClock times are exact; the real network has its turn at the end.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import trio
 from trio.testing import MockClock
 
 from capabilities.certificates import Certificate, Mandate, Vote
+from scheduler.election import Election
 from scheduler.election_messages import PreVoteRequest, to_plain
-from scheduler.election_state import HandOverFailed
+from scheduler.election_state import HandOverFailed, Ready
 from scheduler.term_guard import StaleTerm, UncertifiedTerm
 from swarmnode.backbone import election_service, leadership_messages
 from swarmnode.backbone.leadership_messages import Knows, Proof, encode
@@ -37,6 +39,26 @@ async def test_a_swarm_of_one_leads_itself_as_soon_as_it_may(tmp_path: Path, aut
         assert node.watch.leader is not None
         assert node.watch.leader.term == 1
         node.watch.check(1, node.peer)
+
+
+async def test_who_is_outside_of_the_backbone_wakes_up_seldom(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks, tick = Counter[str](), Election.tick
+
+    def counting(election: Election, now: float) -> Ready:
+        ticks[election.peer] += 1
+        return tick(election, now)
+
+    monkeypatch.setattr(Election, "tick", counting)
+    async with memory_swarm(tmp_path, 1, others=1) as swarm:
+        await swarm.all_may_lead()
+        await eventually(lambda: swarm.leader() is not None)
+        ticks.clear()
+        await trio.sleep(10)
+        member, outsider = (ticks[node.peer] for node in swarm.nodes)
+        assert member > 60
+        assert 8 <= outsider <= 12
 
 
 async def test_three_elect_one_and_every_member_hears_of_it(tmp_path: Path, autojump_clock: MockClock) -> None:

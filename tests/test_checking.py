@@ -12,12 +12,19 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from backends.experts import F32
+from backends.activations import dequantize_q8_0, quantize_q8_0
+from backends.device import Device
+from backends.experts import F32, ExpertBackend, GgmlExperts
+from backends.numpy_reference import NumpyExperts
+from capabilities.precision import Precision
 from scheduler.placement_record import PlacementRecord
 from scheduler.service_checks import EVERY_S, STRIKES
 from scheduler.settling import MEASURING_S
 from swarmnode.expert_messages import DispatchHead, encode_reply
+from swarmnode.leader.probe import ProbeReference
 from swarmnode.leader.report import placement_json
+from swarmnode.net.interface import PeerId
+from tests.expert_models import take_apart
 from tests.fault_tools import honest
 from tests.memory_swarm import LAYERS, MODEL, Lab, Stay, leader_lab
 
@@ -97,6 +104,32 @@ async def test_without_a_right_worker_output_ranks_are_on_the_best_and_this_is_s
         assert lab.ready
         assert len(lab.placer.wrong_outputs()) == 2
         assert f"output rank {OUTPUT}" in lab.placer.wrong_outputs()[0]
+
+
+# -- crafted rows ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantisation", ["f32", "q4_0", "f16"])
+@pytest.mark.parametrize("rounded", [False, True])
+async def test_the_reference_judges_real_backends(quantisation: str, rounded: bool) -> None:
+    """Sums in F32 are never accused, whatever they do to activations; another expert is nothing that is known."""
+    model = take_apart("olmoe", quantisation)
+    reference = ProbeReference(model.manifest, model.source, Device("CPU", threads=1))
+    layer, expert = model.layer, 3
+    ordinary = np.random.default_rng(1).standard_normal((16, layer.n_in), np.float32)
+    crafted = await reference.crafted(layer, expert, PeerId("somebody"), ordinary, 5, rounded=rounded)
+    if rounded:
+        assert np.array_equal(dequantize_q8_0(quantize_q8_0(crafted.x)), crafted.x)
+    rows = np.arange(16, dtype=np.int32)
+
+    async def verdict(backend: ExpertBackend, of: int = expert) -> Precision:
+        model.load(backend)
+        return await crafted.judge(backend.compute(layer.layer, crafted.x, rows, rows * 0 + of))
+
+    assert await verdict(GgmlExperts(Device("CPU", threads=1))) is Precision.F32
+    assert await verdict(GgmlExperts(Device("CPU", threads=1), repack=False)) is Precision.F32
+    assert await verdict(NumpyExperts("float32")) is Precision.F32
+    assert await verdict(NumpyExperts("float32"), of=4) is Precision.UNKNOWN
 
 
 # -- before a worker serves --------------------------------------------------------------------------------------------
