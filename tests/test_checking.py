@@ -241,6 +241,9 @@ async def test_a_check_has_the_shape_of_work(autojump_clock: MockClock, partial_
         assert {head.n_tokens for head in seen.heads} == {1, 32}
         assert all(head.n_rows == head.n_tokens for head in seen.heads)
         assert one.member.fitness == "fit"
+        seen.bad = True
+        await settled(2 * EVERY_S + 20)
+        assert one.member.fitness == "unfit"  # its answers were understood
 
 
 async def test_a_successor_knows_who_was_unfit(autojump_clock: MockClock) -> None:
