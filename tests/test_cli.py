@@ -40,10 +40,18 @@ STATUS = {
         "architecture": "deepseek",
         "combine": "partial-sum",
         "coverage": {"min_copies": 0, "missing": [{"layer": layer, "expert": 3} for layer in range(30)]},
+        "degraded": ["output rank 7: expert 0 of layer 7 is on attic, which is unfit"],
     },
     "requests": {"running": 1, "waiting": 0, "finished": 12, "failed": 0},
     "peers": [
-        {"peer_id": PEER, "name": "cellar", "roles": ["leader", "backbone"], "state": "ready", "rtt_ms": 0.0},
+        {
+            "peer_id": PEER,
+            "name": "cellar",
+            "roles": ["leader", "backbone"],
+            "state": "ready",
+            "fitness": "unfit",
+            "rtt_ms": 0.0,
+        },
         {
             "peer_id": PEER[:-1] + "X",
             "name": "attic-with-a-very-long-name-\x1b[2J",
@@ -56,6 +64,10 @@ STATUS = {
             "version": "0.1.0",
             "error": {"type": "overloaded", "message": "the disk is full"},
         },
+    ],
+    "findings": [
+        {"kind": "skewed_clock", "peer": PEER, "message": "its clock is 80 s behind", "hint": "Set it. \x1b[2J"},
+        {"kind": "wire_version", "peer": None, "message": "some peer speaks otherwise", "hint": "Update it."},
     ],
 }
 ANSWER = {
@@ -292,6 +304,10 @@ def test_status_fits_and_is_plain_without_a_terminal(run: Run) -> None:
     assert re.search(rf"this peer +{PEER} *\n +/ip4/192.168.100.100/tcp/11436 *\n", out)
     assert re.search(r"attic-with-\S+ hCsVYM2X worker +loading 45 % +ggml +160 +0.2 0.1.0", out)
     assert "the disk is full" in out
+    assert "ready, unfit" in out
+    assert "output rank 7: expert 0 of layer 7" in out
+    assert "cellar: its clock is 80 s behind (skewed_clock)" in out
+    assert "some peer speaks otherwise" in out
 
 
 def test_status_json_is_what_the_daemon_said(run: Run) -> None:

@@ -51,6 +51,13 @@ def print_status(status: Mapping[str, Json]) -> None:
     for peer in peers:
         if message := _dict(peer.get("error")).get("message"):
             console.print(f"{_text(peer.get('name'))}: {_text(message)}")
+    for sentence in _shortened(_list(_dict(status.get("model")).get("degraded"))):
+        console.print(_text(sentence))
+    for finding in map(_dict, _list(status.get("findings"))):
+        peer_id = _text(finding.get("peer"))
+        name = names.get(peer_id) or _short(peer_id)
+        console.print(f"{_text(name)}: {_text(finding.get('message'))} ({_text(finding.get('kind'))})")
+        console.print(f"  {_text(finding.get('hint'))}")
 
 
 def _model(model: Mapping[str, Json]) -> str:
@@ -70,14 +77,15 @@ def _model(model: Mapping[str, Json]) -> str:
 def _peers_table(peers: Iterable[Mapping[str, Json]]) -> Table:
     table = _table("peer", "id", "roles", "state", "backend", "experts", "rtt ms", "version")
     for peer in peers:
-        state = _text(peer.get("state"))
+        state, fitness = _text(peer.get("state")), _text(peer.get("fitness"))
+        unfit = f", {fitness}" if fitness in ("unfit", "quarantined") else ""
         backends = [_text(_dict(one).get("name")) for one in _list(peer.get("backends"))]
         rtt = peer.get("rtt_ms")
         table.add_row(
             _text(peer.get("name")),
             _short(peer.get("peer_id")),
             ",".join(_text(role) for role in _list(peer.get("roles"))) or "-",
-            Text(state + _loaded(_dict(peer.get("progress"))), style=_STATE_STYLES.get(state, "")),
+            Text(state + _loaded(_dict(peer.get("progress"))) + unfit, style=_STATE_STYLES.get(state, "")),
             ",".join(backends) or "-",
             _text(peer.get("experts_held")),
             f"{rtt:.1f}" if isinstance(rtt, int | float) else "-",
