@@ -430,6 +430,10 @@ whoever sends it."""
 LEADERSHIP_PACES_MAX: Final = 512
 """Peers whose rate is remembered, or each new stream would begin with a clean sheet."""
 
+MEMBERSHIP_SECONDS_MAX: Final = 3.0
+"""A stream of a peer whose advert has not come waits so long. Adverts follow a connection within a second, and an asker
+takes four seconds of silence for its leader's loss."""
+
 LEADER_RECORD_BYTES_MAX: Final = 4 * MIB
 """What a leader leaves to its successor: who holds which experts, and the verdicts. 48 layers of 256 experts with two
 replicas over 256 peers are 0.3 MB."""

@@ -55,6 +55,7 @@ from swarmnode.swarm.admission import AdmissionService
 from swarmnode.swarm.advert_node import OpenDht, SwarmAdverts, open_swarm_adverts
 from swarmnode.swarm.commands import RunningSwarm
 from swarmnode.swarm.joining import renew
+from swarmnode.swarm.members_only import MembersOnly
 from swarmnode.swarm.store import SwarmStore
 from swarmnode.worker.service import Worker
 
@@ -89,6 +90,7 @@ class Participant:
         self._open_dht = open_dht
         self._draining = False
         self._adverts: SwarmAdverts | None = None
+        self.members_only = MembersOnly(network, self._is_member)
         self.dialer = Dialer(network, self._addresses_of, on_reached=self._reached, on_unreached=self._unreached)
         self.election = ElectionService(network, identity, store, self.dialer)
         self.leadership = LeadershipService(network, store, self.election)
@@ -96,7 +98,7 @@ class Participant:
         self.asker = FollowingAsker(network, self.watch)
         self.worker = Worker(network, self.watch, self._hello, parts.cache, parts.budget_bytes, parts.compute.make)
         self.trunks = Trunks(config.leader, parts.threads)
-        self.protocols = LeaderProtocols(network, lambda: self.watch.leader)
+        self.protocols = LeaderProtocols(network, lambda: self.watch.leader, self.members_only)
         choice = ModelChoice(parts.paths.data / "model", config.leader.model, record.swarm)
         self.candidate = Candidate(
             network, store, models, parts.cache, choice, self.trunks, self.leadership, self.watch, self._within_reach
@@ -149,9 +151,9 @@ class Participant:
             await nursery.start(self.watch.run)
             self.leadership.register()
             self.admission.register(self._network)
-            ShardService(self._serving.find).register(self._network)
+            ShardService(self._serving.find).register(self.members_only)
             serve_pings(self._network)
-            serve_status(self._network, self._answer)
+            serve_status(self.members_only, self._answer)
             nursery.start_soon(self.candidate.run)
             nursery.start_soon(self._lead)
             nursery.start_soon(self._renew)
@@ -290,6 +292,14 @@ class Participant:
     def _verify_member(self, peer: str, certificate: bytes) -> None:
         """PeerMistake unless the peer is a member by this certificate, and not banned."""
         self._store.need().verify_member(peer, MembershipCertificate.from_bytes(certificate))
+
+    def _is_member(self, peer: PeerId) -> bool:
+        """Whether the peer, whose key was proven, has shown that it belongs: an advert counts by its certificate."""
+        record = self._store.record
+        if record is None or record.bans.is_banned(peer):
+            return False
+        known = (record.peer, *record.backbone.peers)
+        return peer in known or (self._adverts is not None and peer in self._adverts.peers())
 
     # -- what this node says of itself --------------------------------------------------------------------------
 

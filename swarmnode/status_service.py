@@ -17,7 +17,7 @@ import trio
 from capabilities.errors import NoLeader, PeerMistake, SwarmError
 from swarmnode import limits
 from swarmnode.leadership import LeaderView
-from swarmnode.net.interface import Network, NetworkError, Stream
+from swarmnode.net.interface import Network, NetworkError, ServesProtocols, Stream
 from swarmnode.status import Mesh, NodeFacts, Status, network_status, peer_row, unknown_backend
 from swarmnode.version import VERSION
 from swarmnode.wire import Fields, bounded_error, encode_frame, read_frame
@@ -31,7 +31,7 @@ Answer = Callable[[Mapping[str, Any]], Awaitable[Status]]
 """A request's header to its answer, on the leader. Raises SwarmError."""
 
 
-def serve_status(network: Network, answer: Answer) -> None:
+def serve_status(network: ServesProtocols, answer: Answer) -> None:
     """Answer members from now on."""
 
     async def handle(stream: Stream) -> None:

@@ -12,9 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
+from scheduler.sampling import SamplingParams
+from swarmnode import limits
 from swarmnode.control_client import Call
+from swarmnode.identity import Identity
 from swarmnode.local_swarm import LocalNode, LocalSwarm
+from swarmnode.net.interface import NetworkError
+from swarmnode.net.libp2p_host import open_libp2p_network
+from swarmnode.prompt_messages import PROTOCOL as PROMPT
+from swarmnode.prompt_messages import Ask, encode_ask, new_request_id
+from swarmnode.shards.messages import PROTOCOL as SHARDS
+from swarmnode.shards.messages import ShardRequest, encode_request
+from swarmnode.status_service import PROTOCOL as STATUS
+from swarmnode.swarm.store import SwarmFiles, SwarmStore
+from swarmnode.wire import encode_frame, read_frame
 from tests.swarm_tools import CONTEXT_TOKENS, Served, ask, failure, wait_until
 from tests.tiny_architectures import write_tiny_model
 
@@ -168,6 +181,30 @@ def test_without_a_majority_nobody_leads_and_prompts_fail_fast(served: Elected) 
         assert error.type == "no_leader"
     served.all_ready()
     served.check(survivors[1], ask("And now?", 20))
+
+
+def test_the_networks_key_alone_opens_nothing(served: Elected) -> None:
+    """As who was banned still has it, and may come back under a new identity."""
+    leader = served.leading()
+    record = SwarmStore.open(SwarmFiles(leader.folder)).need()
+    model = leader.status()["model"]["id"]
+
+    async def come() -> None:
+        async with open_libp2p_network(Identity.generate(), (), psk=record.psk) as network:
+            peer = await network.connect(leader.status()["addresses"][0])
+            opened = [await network.open_stream(peer, protocol) for protocol in (PROMPT, STATUS, SHARDS)]
+            prompt = Ask(new_request_id(), SamplingParams(), prompt="Let me in", max_tokens=3)
+            for stream, frame in zip(
+                opened,
+                (encode_ask(prompt), encode_frame({"kind": "status"}), encode_request(ShardRequest(model, None))),
+                strict=True,
+            ):
+                await stream.send(frame)
+            for stream in opened:
+                with trio.fail_after(10), pytest.raises(NetworkError):
+                    await read_frame(stream, limits.STATUS_REPLY)
+
+    trio.run(come)
 
 
 def test_a_second_model_changes_nothing_and_all_come_back_with_the_first(served: Elected, tmp_path: Path) -> None:

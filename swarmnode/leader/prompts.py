@@ -22,7 +22,7 @@ from capabilities.errors import NotReady, Overloaded, RequestCancelled, SwarmErr
 from scheduler.requests import Effect, FailedEffect, FinishedEffect, QueuedEffect, Request, TokenEffect
 from swarmnode import limits
 from swarmnode.leader.engine import DecodeEngine
-from swarmnode.net.interface import Network, NetworkError, Stream
+from swarmnode.net.interface import NetworkError, ServesProtocols, Stream
 from swarmnode.prompt_messages import (
     PROTOCOL,
     Alive,
@@ -190,7 +190,7 @@ class PromptStreams:
         self._answering = 0
         self._answered = trio.Event()
 
-    def register(self, network: Network) -> None:
+    def register(self, network: ServesProtocols) -> None:
         network.serve(PROTOCOL, self._handle, max_streams_per_peer=limits.PROMPT_STREAMS_PER_PEER_MAX)
 
     async def _handle(self, stream: Stream) -> None:

@@ -18,7 +18,7 @@ from swarmnode.leader.prompts import PromptStreams
 from swarmnode.leadership import KnownLeader
 from swarmnode.member_messages import PROTOCOL as MEMBER
 from swarmnode.member_messages import Refuse, encode
-from swarmnode.net.interface import Network, Stream
+from swarmnode.net.interface import Network, ServesProtocols, Stream
 from swarmnode.prompt_messages import Ask, Failed, Reply
 from swarmnode.wire import read_frame
 
@@ -38,15 +38,21 @@ def _nobody() -> KnownLeader | None:
 
 
 class LeaderProtocols:
-    """Make one for each network. `elsewhere` tells who leads while nobody does here."""
+    """Make one for each network. `elsewhere` tells who leads while nobody does here; `askers`: who may ask comes by it,
+    anybody by default. A worker shows its certificate in its hello."""
 
-    def __init__(self, network: Network, elsewhere: Callable[[], KnownLeader | None] = _nobody) -> None:
+    def __init__(
+        self,
+        network: Network,
+        elsewhere: Callable[[], KnownLeader | None] = _nobody,
+        askers: ServesProtocols | None = None,
+    ) -> None:
         self.network = network
         self.prompts = PromptStreams(self._answer)
         self._elsewhere = elsewhere
         self._leader: Serves | None = None
         network.serve(MEMBER, self._member, max_streams_per_peer=limits.MEMBER_STREAMS_PER_PEER_MAX)
-        self.prompts.register(network)
+        self.prompts.register(askers or network)
 
     @contextmanager
     def led_by(self, leader: Serves) -> Iterator[None]:

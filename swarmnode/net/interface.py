@@ -145,6 +145,14 @@ StreamHandler = Callable[[Stream], Awaitable[None]]
 ConnectionCallback = Callable[[PeerId, bool], None]
 
 
+class ServesProtocols(Protocol):
+    """What a service is registered with: the network itself, or what lets only some peers through to it."""
+
+    def serve(self, protocol: str, handler: StreamHandler, *, max_streams_per_peer: int) -> None:
+        """See Network."""
+        ...
+
+
 class Network(Protocol):
     """This node among its peers."""
 

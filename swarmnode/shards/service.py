@@ -21,7 +21,7 @@ import trio
 from backends.manifest import ExpertSource, Manifest
 from capabilities.errors import Internal, ModelNotFound, Overloaded, PeerMistake, SwarmError
 from swarmnode import limits
-from swarmnode.net.interface import Network, Stream, StreamClosed
+from swarmnode.net.interface import ServesProtocols, Stream, StreamClosed
 from swarmnode.shards.messages import PROTOCOL, ExpertRange, TrunkRange, decode_request, encode_chunk, encode_refusal
 from swarmnode.wire import read_frame
 
@@ -59,7 +59,7 @@ class ShardService:
         self._reads = trio.CapacityLimiter(limits.SHARD_READS_MAX)
         self.statistics = ShardServiceStatistics()
 
-    def register(self, network: Network) -> None:
+    def register(self, network: ServesProtocols) -> None:
         """Serve the protocol on `network`."""
         network.serve(PROTOCOL, self.handle, max_streams_per_peer=limits.SHARD_STREAMS_PER_PEER_MAX)
 

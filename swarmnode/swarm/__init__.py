@@ -4,6 +4,7 @@ store, record       the swarm's record, on disk and as a value that hears news
 ownership, bans     the owner's keys and who is shut out: what the owner signs (founding: the backbone)
 owner_key           the key itself, under its passphrase
 invites             tokens; invite_book counts their uses, reachability finds the addresses for them
+members_only        protocols that need membership, beyond the network's key
 admission, joining  the two sides of /swarmnode/join/1 (join_messages)
 vote_file           a backbone peer's memory, and its seat's name
 commands            the control methods; offline runs them where there is no daemon
