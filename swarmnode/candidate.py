@@ -187,9 +187,15 @@ class Candidate:
             raise NotReady(f"it needs {error.message}") from error
         if self._choice.heard and ids.get(name) != self._choice.heard:
             raise NotReady("its configuration names another model than the swarm's")
-        if self._leader is None and (self._loaded is None or self._loaded.id != ids.get(name)):
+        leads = self._leader is not None
+        if self._leader is not None and self._leader.active is not None:
+            return
+        if leads or self._loaded is None or self._loaded.id != ids.get(name):
+            self._loaded = None  # what cannot be opened any more must be opened again before this node may lead
             opened = await trio.to_thread.run_sync(self._models.open, name)
             try:
+                if leads:
+                    return  # it is about to load it
                 await self._trunks.load(opened)
                 self._loaded, self._has_file = opened.manifest, opened.gguf is not None
             finally:

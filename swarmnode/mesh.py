@@ -79,7 +79,7 @@ def _no_vote(peer: str, why: str) -> Finding:
         "Mend its disk, if that is full or broken, and restart it. If the file is lost or damaged, delete what is left"
         f" of it, restart, and by the owner: `swarmctl backbone remove {peer}`, then `swarmctl backbone add {peer}`."
     )
-    return Finding(FindingKind.NO_VOTE, peer, why, hint)
+    return Finding(FindingKind.NO_VOTE, peer, why.replace("this peer", "it", 1), hint)
 
 
 def roles(record: SwarmRecord | None, peer: str, *, leads: bool, works: bool) -> list[str]:

@@ -7,7 +7,8 @@ each time the network is closed and opened again under the new swarm's key, with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final
 
 import structlog
@@ -20,8 +21,9 @@ from swarmnode.identity import Identity
 from swarmnode.leader.service import Leader
 from swarmnode.machine_parts import MachineParts
 from swarmnode.models import Models
+from swarmnode.net.interface import ListenFailed
 from swarmnode.net.kademlia import open_kademlia
-from swarmnode.net.libp2p_host import open_libp2p_network
+from swarmnode.net.libp2p_host import Libp2pNetwork, open_libp2p_network
 from swarmnode.participant import Participant
 from swarmnode.paths import Paths
 from swarmnode.status import Status, peer_row
@@ -82,7 +84,7 @@ class Node:
                     nursery.cancel_scope.cancel()
 
     async def _take_part(self, record: SwarmRecord) -> None:
-        async with open_libp2p_network(self._identity, self._config.node.listen, psk=record.psk) as network:
+        async with self._open_network(record) as network:
             part = Participant(
                 network,
                 self._config,
@@ -101,6 +103,18 @@ class Node:
             finally:
                 self._participant = None
                 self._part_ended.set()
+
+    @asynccontextmanager
+    async def _open_network(self, record: SwarmRecord) -> AsyncIterator[Libp2pNetwork]:
+        """Raises UsageError if an address cannot be listened on: the daemon ends with that."""
+        async with AsyncExitStack() as stack:
+            opening = open_libp2p_network(self._identity, self._config.node.listen, psk=record.psk)
+            try:
+                network = await stack.enter_async_context(opening)
+            except ListenFailed as error:
+                hint = "Another program may use the port: change node.listen, or end that program."
+                raise UsageError(str(error), hint=hint) from error
+            yield network
 
     async def goodbye(self) -> None:
         """Before this daemon ends, or leaves its swarm: see Participant.goodbye. Then the part ends, and only then the

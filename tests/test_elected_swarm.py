@@ -228,3 +228,23 @@ def test_a_second_model_changes_nothing_and_all_come_back_with_the_first(served:
     assert others[-1].status()["model"]["id"] == active
     served.check(others[-1], ask("And who serves now?", 20))
     served.all_ready()
+
+
+def test_a_leader_whose_model_file_is_gone_lets_another_one_lead(served: Elected) -> None:
+    """And it leads no more until the file is back: the others serve from their workers' caches."""
+    first, path = served.leader, served.model
+    if served.leading() is first:
+        first.call("drain", on=True)
+        wait_until(lambda: served.leading() is not first, BACK_S)
+    first.call("drain", on=False)
+    away = path.rename(path.with_suffix(".away"))
+    try:
+        other = served.leading()
+        time.sleep(1.5)
+        other.call("drain", on=True)
+        wait_until(lambda: served.leading() is not other and served.leading().status()["ready"], BACK_S)
+        assert served.leading() is not first
+        other.call("drain", on=False)
+    finally:
+        away.rename(path)
+    served.all_ready()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,6 +58,19 @@ def test_outside_of_a_swarm_a_node_leads_nothing(nodes: dict[str, LocalNode]) ->
     assert "swarmctl init" in status["reason"]
     error = ctl(nodes["first"], "ask", "Anybody?", status=1)["error"]
     assert error["type"] == "not_in_swarm"
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = [f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"]
+        node = LocalNode("late", tmp_path / "late", {**SETTINGS, "node": {"listen": listen}})
+        ctl(node, "init")  # without its daemon
+        node.start()
+        assert node.process is not None
+        assert node.process.wait(30) == 2
+    assert "cannot listen" in node.last_words()
+    assert "change node.listen" in node.last_words()
+    assert "Traceback" not in node.last_words()
 
 
 def test_a_swarm_of_one_leads_and_serves_itself(nodes: dict[str, LocalNode], tmp_path: Path) -> None:

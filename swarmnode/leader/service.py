@@ -218,9 +218,10 @@ class Leader:
             try:
                 return await trio.to_thread.run_sync(self._choose)
             except SwarmError as error:
-                if error.message != self.reason:
-                    _log.info("leader.no_model", reason=error.message)
-                self.reason = error.message
+                reason = error.message if isinstance(error, NotReady) else f"a usable model: {error.message}"
+                if reason != self.reason:
+                    _log.info("leader.no_model", reason=reason)
+                self.reason = reason
             await self._models_changed.wait()
 
     async def _until_another_is_chosen(self, manifest_id: str) -> None:
