@@ -15,12 +15,14 @@ Experts
     capture, replay  from llama.cpp's graph to a program, from a program to a ggml graph
     experts          the ExpertBackend protocol, and ggml's implementation of it
     numpy_reference  another one, in float64, float32 or float16 (numpy_functions)
+    row_operators    softmax and RMS norm, which no expert computes but every trunk does
     activations      rows rounded once, by the leader, where that is exact
 
 llama.cpp and ggml
     ggml, device     ctypes over the installed libraries; one compute device
     llama            a model and its context; vocabulary has its tokens and chat template
     moe_hook         stops llama.cpp at each MoE layer (sum_point: where it adds the experts up)
+    trace            what passes through a decode, layer by layer; routers made to choose as told
     weight_layout    which weights may be repacked without touching batch invariance
 
 Models made here

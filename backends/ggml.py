@@ -106,6 +106,8 @@ _PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "ggml_mul": (_P, (_P, _P, _P)),
     "ggml_sqr": (_P, (_P, _P)),
     "ggml_clamp": (_P, (_P, _P, _F, _F)),
+    "ggml_soft_max": (_P, (_P, _P)),
+    "ggml_rms_norm": (_P, (_P, _P, _F)),
     "ggml_scale_bias": (_P, (_P, _P, _F, _F)),
     "ggml_unary": (_P, (_P, _P, _I)),
     "ggml_glu": (_P, (_P, _P, _I, ct.c_bool)),

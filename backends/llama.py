@@ -72,7 +72,8 @@ def _threadpool(device: str, threads: int) -> int:
     return Device(device, threads=threads).new_threadpool(threads)
 
 
-def _start_library() -> None:
+def start_library() -> None:
+    """Before the first model or kernel: ggml's own words then go where errors are taken from, not to the terminal."""
     library()  # checks the version, and chooses batch-invariant kernels before any runs
     lc.llama_log_set(_collect_log, ct.c_void_p(0))
     lc.llama_backend_init()
@@ -88,7 +89,7 @@ class LlamaModel:
     """
 
     def __init__(self, path: Path, settings: LlamaSettings, hook: Hook | None = None) -> None:
-        _start_library()
+        start_library()
         _last_errors.clear()
         self.settings = settings
         self.hook = hook

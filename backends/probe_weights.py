@@ -30,6 +30,15 @@ _NOT_ASKED: Final = (0.0, 0.0)
 
 # y = W x
 PRODUCT: Final = ExpertProgram((Node("x"), Node("mul_mat_id", (0,), "ffn_down_exps.weight", _NOT_ASKED)))
+# y = silu(W_gate x) * W_up x
+GATED: Final = ExpertProgram(
+    (
+        Node("x"),
+        Node("mul_mat_id", (0,), "ffn_gate_exps.weight", _NOT_ASKED),
+        Node("mul_mat_id", (0,), "ffn_up_exps.weight", _NOT_ASKED),
+        Node("glu", (1, 2), "SWIGLU", (0.0, 0.0, 0.0)),
+    )
+)
 # y = W_down (silu(W_gate x) * W_up x), as most models compute an expert
 SWIGLU: Final = ExpertProgram(
     (
@@ -141,6 +150,21 @@ def noise_layer(kind: int, n_in: int, n_ff: int, n_expert: int, distinct: int = 
         for expert in range(min(n_expert, distinct))
     }
     return _layer(SWIGLU, shapes, n_expert, lambda name, expert: stored[name, expert % distinct])
+
+
+def product_layer(kind: int, n_in: int, n_out: int, n_expert: int) -> ProbeLayer:
+    """Experts that are one matrix each, of hashed weights. n_in is raised to whole blocks of the type."""
+    block = GGML_TYPES[kind].block
+    n_in = -(-n_in // block) * block
+    stored = [noise(kind, n_in, n_out, f"product {expert}") for expert in range(n_expert)]
+    return _layer(PRODUCT, {"ffn_down_exps.weight": (kind, n_in, n_out)}, n_expert, lambda name, expert: stored[expert])
+
+
+def gated_layer(width: int, n_expert: int) -> ProbeLayer:
+    """Experts whose row is silu(x) times x backwards: the weights are ones and noughts in F32, which round nothing."""
+    ones = np.eye(width, dtype="<f4")
+    stored = {"ffn_gate_exps.weight": ones.tobytes(), "ffn_up_exps.weight": ones[::-1].tobytes()}
+    return _layer(GATED, dict.fromkeys(stored, (0, width, width)), n_expert, lambda name, expert: stored[name])
 
 
 def noise(kind: int, width: int, rows: int, seed: str) -> bytes:

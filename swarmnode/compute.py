@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Protocol
 
 from backends.device import Device
 from backends.experts import ExpertBackend, GgmlExperts
@@ -26,6 +27,29 @@ class Compute:
     rounds_as_ggml_cpu: bool
 
 
+class BackendFactory(Protocol):
+    """A class of an ExpertBackend, or what stands for one."""
+
+    def __call__(self, *, threads: int) -> ExpertBackend: ...
+
+
+def load_factory(name: str) -> BackendFactory:
+    """What `module:Class` names.
+
+    Raises:
+        UsageError: it cannot be loaded.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        found: BackendFactory = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"compute.factory {name} cannot be loaded: {error}",
+            hint="Name it as module:Class, in a module that this Python can import.",
+        ) from error
+    return found
+
+
 def choose_compute(config: ComputeConfig, threads: int) -> Compute:
     """The configured backend. `factory` names a class that is called with `threads=` and gives an ExpertBackend.
 
@@ -33,14 +57,7 @@ def choose_compute(config: ComputeConfig, threads: int) -> Compute:
         UsageError: no such device, or the factory cannot be loaded.
     """
     if config.factory:
-        module, _, attribute = config.factory.partition(":")
-        try:
-            made = getattr(import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise UsageError(
-                f"compute.factory {config.factory} cannot be loaded: {error}",
-                hint="Name it as module:Class, in a module that this Python can import.",
-            ) from error
+        made = load_factory(config.factory)
         return Compute(lambda: made(threads=threads), config.factory, "factory", False)
     if config.backend == "numpy":
         return Compute(lambda: NumpyExperts("float32"), "numpy-f32", "NumPy", False)

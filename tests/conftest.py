@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import structlog
 
-# Machines that run tests are shared: how long an example took says nothing about the code.
+# Machines that run tests are shared, and there NumPy's threads wait for each other far longer than they compute. NumPy
+# reads this when it is loaded, which the tests themselves do.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# For the same reason: how long an example took says nothing about the code.
 hypothesis.settings.register_profile(
     "shared",
     deadline=None,

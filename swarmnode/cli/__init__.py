@@ -2,6 +2,7 @@
 
 daemon     swarmnode run, config, version
 ctl        swarmctl status, ask, demo, bench; models adds `swarmctl model ...`
+equivalence  swarmctl equivalence; render_equivalence shows what it found
 mesh       swarmctl placement, drain, undrain
 swarm      swarmctl init, join, leave, invite, ban, backbone; owner adds `swarmctl owner ...`
 belonging  what those of swarm and owner share; passphrase is where the owner's comes from

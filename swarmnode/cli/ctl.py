@@ -1,4 +1,4 @@
-"""`swarmctl`: asks the daemon of this machine, and a few commands that need none (demo, bench, model check)."""
+"""`swarmctl`: asks the daemon of this machine; a few commands need none (demo, bench, model check, equivalence)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import click
 from capabilities.errors import UsageError
 from swarmnode.cli import common
 from swarmnode.cli.common import Settings, common_options, pass_settings
+from swarmnode.cli.equivalence import equivalence
 from swarmnode.cli.mesh import COMMANDS as MESH
 from swarmnode.cli.models import model
 from swarmnode.cli.progress import ProgressLine
@@ -29,7 +30,7 @@ def swarmctl() -> None:
     """Talk to a swarm through the daemon of this machine."""
 
 
-for command in (*BELONGING, *MESH, model):
+for command in (*BELONGING, *MESH, model, equivalence):
     swarmctl.add_command(command)
 
 

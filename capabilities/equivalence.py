@@ -1,0 +1,357 @@
+"""Two backends set against each other: figures and verdicts, without any computing of their own.
+
+Six levels (docs/equivalence.md): op, layer, logits, decisions, generation, task. What runs the kernels is elsewhere;
+here are arrays in and numbers out, and limits come from `tolerances`. A is the side that is taken as given where a
+figure needs one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capabilities.agreement import compare
+from capabilities.tolerances import (
+    KL_MEAN_LIMIT,
+    NLL_DEVIATIONS,
+    NLL_MEAN_LIMIT,
+    TOP1_AGREEMENT_MIN,
+    RowLimits,
+    above_noise,
+    flips_limit,
+    residual_limit,
+)
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+I32 = NDArray[np.int32]
+
+LEVELS: Final = ("op", "layer", "logits", "decisions", "generation", "task")
+_LARGEST: Final = float(np.finfo(np.float32).max)  # for what is not finite: JSON knows no infinity
+_EXPONENT_MAX: Final = 80.0  # a perplexity of 1e34 says all that there is to say
+TINY: Final = 1e-300  # instead of a norm of zero
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Between two results [rows, width] of the same work. `relative_l2` is over all of it, the others say of rows."""
+
+    bit_identical: bool
+    max_abs_diff: float
+    relative_l2: float
+    median_relative_l2: float
+    worst_relative_l2: float
+    min_cosine: float
+
+    def within(self, limits: RowLimits) -> bool:
+        return (
+            self.median_relative_l2 <= limits.median_relative_l2 and self.worst_relative_l2 <= limits.worst_relative_l2
+        )
+
+
+def difference(a: F32, b: F32) -> Difference:
+    """How far `b` is from `a`, both [R, width]."""
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        same = np.array_equal(a, b, equal_nan=True)
+        far = 0.0 if same else _LARGEST
+        return Difference(same, far, far, far, far, 1.0 if same else 0.0)
+    found = compare(b, a)
+    whole = float(np.linalg.norm(b.astype(np.float64) - a)) / max(float(np.linalg.norm(a.astype(np.float64))), TINY)
+    return Difference(
+        found.bit_identical,
+        found.max_abs_diff,
+        min(whole, _LARGEST),
+        min(found.median_relative_l2, _LARGEST),
+        min(found.worst_relative_l2, _LARGEST),
+        found.min_cosine,
+    )
+
+
+def worst(found: Sequence[Difference]) -> Difference:
+    """The worst of each figure."""
+    return Difference(
+        all(d.bit_identical for d in found),
+        max(d.max_abs_diff for d in found),
+        max(d.relative_l2 for d in found),
+        max(d.median_relative_l2 for d in found),
+        max(d.worst_relative_l2 for d in found),
+        min(d.min_cosine for d in found),
+    )
+
+
+def _verdict(level: str, *faults: str | None) -> dict[str, Any]:
+    """Passed if there is no fault; else the first one is the reason."""
+    reason = next((fault for fault in faults if fault is not None), None)
+    return {"level": level, "pass": reason is None, "reason": reason}
+
+
+# -- layers -----------------------------------------------------------------------------------------------------------
+
+
+def growth_exponent(drift: Sequence[float]) -> float | None:
+    """p where drift grows as depth^p, by least squares of the logarithms; None without three layers that differ.
+
+    Errors that know nothing of each other give 1/2, such as add up in step give 1.
+    """
+    points = [(math.log(depth), math.log(value)) for depth, value in enumerate(drift, 1) if value > 0]
+    if len(points) < 3:
+        return None
+    x, y = np.array(points).T
+    return float(np.polyfit(x, y, 1)[0])
+
+
+def layer_level(pinned: Sequence[float], floor: Sequence[float], layers: Sequence[int]) -> dict[str, Any]:
+    """The verdict on relative drifts of the residual after each of `layers`, routing pinned, beside llama.cpp's own."""
+    limits = [above_noise(residual_limit(depth), noise) for depth, noise in enumerate(floor, 1)]
+    over = next((n for n, found, limit in zip(layers, pinned, limits, strict=True) if not found <= limit), None)
+    fault = None if over is None else f"after layer {over} the residual is further off than allowed"
+    return {**_verdict("layer", fault), "tolerance": {"relative_l2": limits}}
+
+
+# -- logits -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class LogitRows:
+    """Each position's figures, all [T]. Differences are of logits whose mean was taken away: a shift changes nothing.
+
+    margins: from A's likeliest token to its runner-up. deviations: of the differences, over the vocabulary.
+    """
+
+    l_infinity: F64
+    l2: F64
+    kl: F64
+    margins: F64
+    deviations: F64
+    top_a: I32
+    top_b: I32
+
+    @property
+    def flips(self) -> NDArray[np.bool_]:
+        return np.not_equal(self.top_a, self.top_b)
+
+    @staticmethod
+    def join(parts: Sequence[LogitRows]) -> LogitRows:
+        return LogitRows(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(LogitRows)))
+
+
+def log_softmax(logits: F32) -> F64:
+    """Logarithms of probabilities [T, V]."""
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    out: F64 = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return out
+
+
+def logit_rows(a: F32, b: F32) -> LogitRows:
+    """Figures of logits a and b [T, V]. L2 is relative to A's."""
+    centred_a, centred_b = (v.astype(np.float64) - v.mean(axis=1, keepdims=True, dtype=np.float64) for v in (a, b))
+    apart = centred_b - centred_a
+    log_a, log_b = log_softmax(a), log_softmax(b)
+    two = np.partition(a, -2, axis=1)[:, -2:].astype(np.float64)
+    norms = np.maximum(np.linalg.norm(centred_a, axis=1), TINY)
+    return LogitRows(
+        np.abs(apart).max(axis=1),
+        np.linalg.norm(apart, axis=1) / norms,
+        np.maximum((np.exp(log_a) * (log_a - log_b)).sum(axis=1), 0.0),
+        two[:, 1] - two[:, 0],
+        apart.std(axis=1),
+        a.argmax(axis=1).astype(np.int32),
+        b.argmax(axis=1).astype(np.int32),
+    )
+
+
+def logits_level(rows: LogitRows, floor: LogitRows) -> dict[str, Any]:
+    limit = above_noise(KL_MEAN_LIMIT, float(floor.kl.mean()))
+    mean = float(rows.kl.mean())
+    fault = None if mean <= limit else f"a mean KL of {mean:.2g}, with a limit of {limit:.2g}"  # also for no number
+    return {
+        **_verdict("logits", fault),
+        "tolerance": {"kl_mean": limit},
+        **logit_figures(rows),
+        "noise_floor": logit_figures(floor),
+    }
+
+
+def logit_figures(rows: LogitRows) -> dict[str, Any]:
+    return {
+        "positions": len(rows.kl),
+        "l_infinity": _number(rows.l_infinity.max()),
+        "l2_median": _number(np.median(rows.l2)),
+        "l2_max": _number(rows.l2.max()),
+        "kl_mean": _number(rows.kl.mean()),
+        "kl_max": _number(rows.kl.max()),
+    }
+
+
+# -- decisions --------------------------------------------------------------------------------------------------------
+
+
+def predicted_flips(margins: F64, deviations: F64) -> float:
+    """Flips to expect if each position's two likeliest logits moved by chance, by what the others moved."""
+    reach = np.maximum(deviations * 2, TINY)  # sqrt(2) for two logits, and sqrt(2) of the error function
+    return float(sum(0.5 * math.erfc(x) for x in (margins / reach).tolist()))
+
+
+def decisions_level(rows: LogitRows, routing: Sequence[RoutingChange], floor: LogitRows) -> dict[str, Any]:
+    """Top-1 tokens, and what the routers chose."""
+    figures, of_floor = flip_figures(rows), flip_figures(floor)
+    through = int((rows.flips & (rows.margins > 2 * rows.l_infinity)).sum())
+    allowed = flips_limit(figures["flips_predicted"])
+    least = 1 - above_noise(1 - TOP1_AGREEMENT_MIN, 1 - of_floor["top1_agreement"])
+    agreement, flips = figures["top1_agreement"], figures["flips"]
+    return {
+        **_verdict(
+            "decisions",
+            f"{through} tokens flipped whose margin exceeds twice L-infinity" if through else None,
+            f"{flips} flips, where {figures['flips_predicted']:.1f} were predicted" if flips > allowed else None,
+            f"only {agreement:.1%} of the tokens agree, not {least:.1%}" if agreement < least else None,
+        ),
+        "tolerance": {"flips_through_the_gate": 0, "flips": allowed, "top1_agreement": least},
+        **figures,
+        "flips_through_the_gate": through,
+        "positions_below_the_gate": int((rows.margins <= 2 * rows.l_infinity).sum()),
+        "margin_quantiles": [_number(q) for q in np.quantile(rows.margins, (0.01, 0.1, 0.5))],
+        "routing": routing_figures(routing),
+        "noise_floor": of_floor,
+    }
+
+
+def flip_figures(rows: LogitRows) -> dict[str, Any]:
+    flips = int(rows.flips.sum())
+    return {
+        "positions": len(rows.flips),
+        "top1_agreement": 1 - flips / len(rows.flips),
+        "flips": flips,
+        "flips_predicted": predicted_flips(rows.margins, rows.deviations),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingChange:
+    """One layer's choices by both sides. `first`: the first token whose set differs and the two sets, or None."""
+
+    layer: int
+    tokens: int
+    sets_changed: int
+    experts_changed: int
+    experts: int
+    first_changed: int
+    first: tuple[int, tuple[int, ...], tuple[int, ...]] | None
+
+
+def routing_change(layer: int, a: I32, b: I32) -> RoutingChange:
+    """Compare chosen experts [T, K], the likeliest first."""
+    sets = np.sort(a, axis=1), np.sort(b, axis=1)
+    changed = np.flatnonzero((sets[0] != sets[1]).any(axis=1))
+    lost = sum(len(set(a[t].tolist()) - set(b[t].tolist())) for t in changed)
+    first = None
+    if len(changed):
+        token = int(changed[0])
+        first = token, tuple(sets[0][token].tolist()), tuple(sets[1][token].tolist())
+    return RoutingChange(layer, len(a), len(changed), lost, a.size, int((a[:, 0] != b[:, 0]).sum()), first)
+
+
+def routing_figures(changes: Sequence[RoutingChange]) -> dict[str, Any]:
+    """How often the sets, single experts, and the likeliest expert differ, and where they do first."""
+    tokens = max(sum(c.tokens for c in changes), 1)
+    experts = max(sum(c.experts for c in changes), 1)
+    first = next((c for c in changes if c.first is not None), None)
+    named = None
+    if first is not None and first.first is not None:
+        token, of_a, of_b = first.first
+        named = {"layer": first.layer, "token": token, "experts_a": list(of_a), "experts_b": list(of_b)}
+    return {
+        "choices": sum(c.tokens for c in changes),
+        "sets_changed": sum(c.sets_changed for c in changes) / tokens,
+        "experts_changed": sum(c.experts_changed for c in changes) / experts,
+        "top1_changed": sum(c.first_changed for c in changes) / tokens,
+        "first": named,
+    }
+
+
+# -- generation -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Where two greedy answers to one prompt part: the token's index, A's margin there and how far its logits moved."""
+
+    index: int
+    margin: float
+    l_infinity: float
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Greedy answers of both sides. forks: one for each prompt, None where all `tokens` of its answer agree.
+
+    forks_predicted: how many to expect by the margins of all positions that came before a fork.
+    """
+
+    tokens: int
+    forks: tuple[Fork | None, ...]
+    forks_predicted: float
+
+
+def generation_level(generated: Generated, floor: Generated) -> dict[str, Any]:
+    forks, allowed = [f for f in generated.forks if f is not None], flips_limit(generated.forks_predicted)
+    wild = sum(fork.margin > 2 * fork.l_infinity for fork in forks)
+    return {
+        **_verdict(
+            "generation",
+            f"{wild} answers parted where the margin exceeds twice L-infinity" if wild else None,
+            f"{len(forks)} answers parted, not {generated.forks_predicted:.1f}" if len(forks) > allowed else None,
+        ),
+        "tolerance": {"forks_through_the_gate": 0, "forks": allowed},
+        **generation_figures(generated),
+        "forks_predicted": generated.forks_predicted,
+        "forks_through_the_gate": wild,
+        "noise_floor": {**generation_figures(floor), "forks_predicted": floor.forks_predicted},
+    }
+
+
+def generation_figures(generated: Generated) -> dict[str, Any]:
+    indices = sorted(fork.index for fork in generated.forks if fork is not None)
+    return {
+        "prompts": len(generated.forks),
+        "tokens": generated.tokens,
+        "identical": len(generated.forks) - len(indices),
+        "first_differences": indices,
+    }
+
+
+# -- task -------------------------------------------------------------------------------------------------------------
+
+
+def task_level(nll_a: F64, nll_b: F64, floor_a: F64, floor_b: F64) -> dict[str, Any]:
+    """Negative log-likelihoods [T] of the same text's tokens in nats, and those of llama.cpp's two sets of kernels."""
+    figures, of_floor = task_figures(nll_a, nll_b), task_figures(floor_a, floor_b)
+    limit = above_noise(NLL_MEAN_LIMIT, abs(of_floor["nll_difference"])) + NLL_DEVIATIONS * figures["standard_error"]
+    mean = figures["nll_difference"]
+    fault = None if abs(mean) <= limit else f"{mean:+.2g} nats a token, with a limit of {limit:.2g}"
+    return {
+        **_verdict("task", fault),
+        "tolerance": {"nll_difference": limit},
+        **figures,
+        "noise_floor": of_floor,
+    }
+
+
+def task_figures(nll_a: F64, nll_b: F64) -> dict[str, Any]:
+    apart = nll_b - nll_a
+    return {
+        "positions": len(nll_a),
+        "perplexity_a": _number(np.exp(min(nll_a.mean(), _EXPONENT_MAX))),
+        "perplexity_b": _number(np.exp(min(nll_b.mean(), _EXPONENT_MAX))),
+        "nll_difference": _number(apart.mean()),
+        "standard_error": _number(apart.std() / math.sqrt(len(apart))),
+    }
+
+
+def _number(value: Any) -> float:
+    return float(np.nan_to_num(float(value), nan=_LARGEST, posinf=_LARGEST, neginf=-_LARGEST))

@@ -1,0 +1,120 @@
+"""A comparison of two backends on a terminal: one table of operators, then a line or two for each other level."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from swarmnode.printable import printable_line
+
+COLUMNS = 120  # where nobody looks
+_NOISE = "llama.cpp's own noise"
+
+
+def print_equivalence(result: Mapping[str, Any]) -> None:
+    """What `swarmctl equivalence` found."""
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else COLUMNS, highlight=False, markup=False)
+    console.print(printable_line(f"A = {result['a']}, B = {result['b']}, model {result['model'] or '-'}"))
+    for level in result["levels"]:
+        console.print(f"\n{level['level']}: {'pass' if level['pass'] else 'FAIL'}")
+        if reason := level.get("reason"):
+            console.print(f"  {printable_line(reason)}")
+        if level["level"] == "op":
+            console.print(_operators(level))
+            for note in level["skipped"]:
+                console.print(f"  left out: {printable_line(note)}")
+        else:
+            for line in _LINES[level["level"]](level):
+                console.print(f"  {line}")
+
+
+def _operators(level: Mapping[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in (
+        "operator",
+        "weights",
+        "length",
+        "largest",
+        "relative L2",
+        "cosine",
+        "limit",
+        "A, B to q8",
+        "cause",
+        "",
+    ):
+        table.add_column(name, no_wrap=True, justify="right" if name in ("length", "cosine") else "left")
+    for row in level["ops"]:
+        rounded = row.get("to_rounded")
+        table.add_row(
+            row["op"],
+            row["type"] or "-",
+            str(row["length"]),
+            f"{row['max_abs_diff']:.1e}",
+            f"{row['relative_l2']:.1e}",
+            f"{row['min_cosine']:.7f}",
+            f"{row['tolerance']['median_relative_l2']:.1e}",
+            "-" if rounded is None else f"{rounded['a']:.0e}, {rounded['b']:.0e}",
+            row.get("cause") or "-",
+            "" if row["pass"] else "FAIL",
+        )
+    return table
+
+
+def _layer(level: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for name, what in (
+        ("pinned", "routing pinned"),
+        ("free", "routing free"),
+        ("noise_floor", _NOISE),
+    ):
+        drift = level[name]
+        grows = "-" if drift["exponent"] is None else f"L^{drift['exponent']:.2f}"
+        lines.append(
+            f"{what}: {drift['relative_l2'][0]:.1e} after the first layer, {drift['relative_l2'][-1]:.1e} after the "
+            f"last of {level['layers']}, grows as {grows}"
+        )
+    return [*lines, f"limit after the last: {level['tolerance']['relative_l2'][-1]:.1e}"]
+
+
+def _logits(level: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{what}: KL {found['kl_mean']:.1e} (largest {found['kl_max']:.1e}), L2 {found['l2_median']:.1e}, "
+        f"L-infinity {found['l_infinity']:.2g}, {found['positions']} positions"
+        for what, found in (("A and B", level), (_NOISE, level["noise_floor"]))
+    ] + [f"limit of the mean KL: {level['tolerance']['kl_mean']:.1e}"]
+
+
+def _decisions(level: Mapping[str, Any]) -> list[str]:
+    routing = level["routing"]
+    return [
+        *(
+            f"{what}: {found['flips']} of {found['positions']} tokens flipped, {found['flips_predicted']:.1f} predicted"
+            for what, found in (("A and B", level), (_NOISE, level["noise_floor"]))
+        ),
+        f"{level['flips_through_the_gate']} flips where the margin exceeds twice L-infinity",
+        f"routers left to themselves: {routing['sets_changed']:.2%} of {routing['choices']} choices would differ, "
+        f"{routing['experts_changed']:.2%} of the experts",
+    ]
+
+
+def _generation(level: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{what}: {found['identical']} of {found['prompts']} answers of {found['tokens']} tokens are the same, "
+        f"{found['forks_predicted']:.1f} forks predicted; first differences at {found['first_differences'] or '-'}"
+        for what, found in (("A and B", level), (_NOISE, level["noise_floor"]))
+    ]
+
+
+def _task(level: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{what}: perplexity {found['perplexity_a']:.4g} and {found['perplexity_b']:.4g}, paired difference "
+        f"{found['nll_difference']:+.2e} (standard error {found['standard_error']:.1e}) nats a token"
+        for what, found in (("A and B", level), (_NOISE, level["noise_floor"]))
+    ]
+
+
+_LINES = {"layer": _layer, "logits": _logits, "decisions": _decisions, "generation": _generation, "task": _task}

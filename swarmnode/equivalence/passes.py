@@ -1,0 +1,172 @@
+"""A text through both models, window by window: the levels layer, logits, decisions and task.
+
+Every position sees the same tokens on both sides. The layers are compared twice: with each side's routers free, and
+with B's routers pinned to A's choices, which takes the experts that changed out of the drift. Beside it llama.cpp on
+the undivided model is compared with itself under another choice of kernels (`fast`): its own noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.experts import F32, I32
+from backends.llama import LlamaModel, LlamaSettings
+from backends.trace import TracingHook
+from capabilities.equivalence import (
+    TINY,
+    LogitRows,
+    RoutingChange,
+    decisions_level,
+    growth_exponent,
+    layer_level,
+    log_softmax,
+    logit_rows,
+    logits_level,
+    routing_change,
+    task_level,
+)
+from capabilities.errors import UsageError
+from swarmnode.equivalence.splits import Split
+
+Progress = Callable[[str, int, int], None]
+
+WINDOW: Final = 64  # tokens that see each other
+LEVELS: Final = ("layer", "logits", "decisions", "task")
+
+
+@dataclass(eq=False)
+class Drift:
+    """How far B's residual is from A's after each layer: rows of every window, [T] a layer."""
+
+    apart: dict[int, list[NDArray[np.float64]]] = field(default_factory=dict)
+    relative: dict[int, list[NDArray[np.float64]]] = field(default_factory=dict)
+
+    def add(self, a: dict[int, F32], b: dict[int, F32]) -> None:
+        for layer, of_a in a.items():
+            distance = np.linalg.norm(b[layer].astype(np.float64) - of_a, axis=1)
+            size = np.maximum(np.linalg.norm(of_a.astype(np.float64), axis=1), TINY)
+            self.apart.setdefault(layer, []).append(distance)
+            self.relative.setdefault(layer, []).append(distance / size)
+
+    def figures(self) -> dict[str, Any]:
+        """Medians over tokens for each layer. The exponent is of the distance, since the residual itself grows."""
+        layers = sorted(self.apart)
+        distance = [float(np.median(np.concatenate(self.apart[layer]))) for layer in layers]
+        relative = [float(np.median(np.concatenate(self.relative[layer]))) for layer in layers]
+        return {
+            "exponent": growth_exponent(distance),
+            "relative_l2": relative,
+            "l2": distance,
+            "first_layer": next((n for n, d in zip(layers, distance, strict=True) if d > 0), None),
+        }
+
+
+@dataclass(eq=False)
+class Passes:
+    """What windows have shown so far."""
+
+    free: Drift = field(default_factory=Drift)
+    pinned: Drift = field(default_factory=Drift)
+    logits: list[LogitRows] = field(default_factory=list)
+    routes: dict[int, list[tuple[I32, I32]]] = field(default_factory=dict)
+    nll: list[NDArray[np.float64]] = field(default_factory=list)  # [2, T] a window
+    floor_drift: Drift = field(default_factory=Drift)
+    floor: list[LogitRows] = field(default_factory=list)
+    floor_nll: list[NDArray[np.float64]] = field(default_factory=list)
+
+    def levels(self, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
+        rows, floor = LogitRows.join(self.logits), LogitRows.join(self.floor)
+        if "layer" in wanted:
+            pinned, free, noise = (drift.figures() for drift in (self.pinned, self.free, self.floor_drift))
+            verdict = layer_level(pinned["relative_l2"], noise["relative_l2"], sorted(self.pinned.apart))
+            yield {**verdict, "layers": len(self.free.apart), "pinned": pinned, "free": free, "noise_floor": noise}
+        if "logits" in wanted:
+            yield logits_level(rows, floor)
+        if "decisions" in wanted:
+            yield decisions_level(rows, self._routing(), floor)
+        if "task" in wanted:
+            of_text, of_floor = (np.concatenate(nll, axis=1) for nll in (self.nll, self.floor_nll))
+            yield task_level(of_text[0], of_text[1], of_floor[0], of_floor[1])
+
+    def _routing(self) -> list[RoutingChange]:
+        return [
+            routing_change(layer, *(np.concatenate(side) for side in zip(*windows, strict=True)))
+            for layer, windows in sorted(self.routes.items())
+        ]
+
+
+def pass_through(split: Split, text: str, tokens: int, progress: Progress) -> Passes:
+    """Run so many tokens of the text through both sides.
+
+    Raises:
+        UsageError: the text has fewer tokens.
+        UnsupportedModel: this architecture's layers cannot be traced.
+    """
+    found = Passes()
+    settings = LlamaSettings(context_tokens=WINDOW, batch_tokens=WINDOW)
+    a, b = split.hooks()
+    with split.open_trunk(settings, a) as model:
+        windows = windows_of(model, text, tokens)
+        for done, window in enumerate(windows):
+            progress("a text through both models", done, len(windows))
+            _compare(model, a, b, window, found)
+    fast = LlamaSettings(context_tokens=WINDOW, batch_tokens=WINDOW, fast=True)
+    watching, other = split.watching_hooks()
+    with split.open_whole(settings, watching) as quiet, split.open_whole(fast, other) as quick:
+        for done, window in enumerate(windows):
+            progress("llama.cpp's own noise", done, len(windows))
+            other.pinned = None
+            of_quiet, of_fast = decode(quiet, window), decode(quick, window)
+            found.floor.append(logit_rows(of_quiet, of_fast))
+            found.floor_nll.append(_nll(window, of_quiet, of_fast))
+            other.pinned = dict(watching.routes)
+            decode(quick, window)
+            found.floor_drift.add(watching.residuals, other.residuals)
+    return found
+
+
+def windows_of(model: LlamaModel, text: str, tokens: int) -> list[I32]:
+    """The first `tokens` tokens of a text in windows of WINDOW; a last one of a single token is left out."""
+    every = np.array(model.vocabulary.tokenize(text), np.int32)
+    if len(every) < tokens:
+        raise UsageError(
+            f"the bundled text has {len(every)} tokens for this model, not {tokens}", hint="Lower --tokens."
+        )
+    windows = [every[start : start + WINDOW] for start in range(0, tokens, WINDOW)]
+    windows[-1] = windows[-1][: tokens - (len(windows) - 1) * WINDOW]
+    return [window for window in windows if len(window) > 1]
+
+
+def decode(model: LlamaModel, window: I32) -> F32:
+    """Logits [T, V] of a window by itself."""
+    n = len(window)
+    model.clear_all()
+    return model.decode(window, np.arange(n, dtype=np.int32), np.zeros(n, np.int32), np.ones(n, bool))
+
+
+def _compare(model: LlamaModel, a: TracingHook, b: TracingHook, window: I32, found: Passes) -> None:
+    model.hook, b.pinned = a, None
+    of_a = decode(model, window)
+    a.check()
+    residuals, routes = dict(a.residuals), dict(a.routes)
+    model.hook = b
+    of_b = decode(model, window)
+    found.free.add(residuals, b.residuals)
+    for layer, chosen in routes.items():
+        found.routes.setdefault(layer, []).append((chosen, b.routes[layer]))
+    b.pinned = routes
+    decode(model, window)
+    found.pinned.add(residuals, b.residuals)
+    found.logits.append(logit_rows(of_a, of_b))
+    found.nll.append(_nll(window, of_a, of_b))
+
+
+def _nll(window: I32, *sides: F32) -> NDArray[np.float64]:
+    """Negative log-likelihoods [sides, T - 1] of each token after the first."""
+    rows = np.arange(len(window) - 1)
+    return np.stack([-log_softmax(logits)[rows, window[1:]] for logits in sides])

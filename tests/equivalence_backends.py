@@ -1,0 +1,43 @@
+"""Expert backends of another arithmetic, or of another function, for `module:Class`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from backends.device import Device
+from backends.experts import F32, I32, GgmlExperts
+from backends.numpy_reference import NumpyExperts
+
+WIDE = 32  # rows of a batch
+
+
+class OffByAThousandth(GgmlExperts):
+    """Subtly wrong weights: every result is too large by a thousandth."""
+
+    def __init__(self, *, threads: int) -> None:
+        super().__init__(Device("CPU", threads=threads))
+
+    def compute(self, layer: int, x: F32, tokens: I32, experts: I32, *, ask_f32: bool = False) -> F32:
+        return super().compute(layer, x, tokens, experts, ask_f32=ask_f32) * np.float32(1.001)
+
+
+class WrongExpert(GgmlExperts):
+    """Each row from the neighbour of the expert that was asked for."""
+
+    def __init__(self, *, threads: int) -> None:
+        super().__init__(Device("CPU", threads=threads))
+
+    def compute(self, layer: int, x: F32, tokens: I32, experts: I32, *, ask_f32: bool = False) -> F32:
+        held = max(self.held(layer)) + 1
+        return super().compute(layer, x, tokens, (experts + 1) % np.int32(held), ask_f32=ask_f32)
+
+
+class HalfWhenWide(NumpyExperts):
+    """Like many a GPU: adds in half precision only where a batch is wide."""
+
+    def __init__(self, *, threads: int) -> None:
+        super().__init__("float64")
+
+    def compute(self, layer: int, x: F32, tokens: I32, experts: I32, *, ask_f32: bool = False) -> F32:
+        self._accumulate = "float16" if len(x) > WIDE else "float64"
+        return super().compute(layer, x, tokens, experts, ask_f32=ask_f32)

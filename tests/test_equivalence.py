@@ -1,0 +1,245 @@
+"""`swarmctl equivalence`: what its levels say of real kernels, of references, and of backends that are wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.llama import LlamaSettings
+from backends.moe_hook import ObservingHook
+from backends.trace import TracingHook
+from capabilities.equivalence import LEVELS
+from capabilities.errors import UnsupportedModel, UsageError
+from swarmnode.cli import common, ctl
+from swarmnode.cli import equivalence as command
+from swarmnode.equivalence.ops import Sizes, op_level
+from swarmnode.equivalence.passes import WINDOW, decode
+from swarmnode.equivalence.run import run_equivalence
+from swarmnode.equivalence.splits import split_model
+from swarmnode.equivalence.targets import ACCUMULATION, ROUNDING, find_target
+from swarmnode.equivalence.text import bundled_text
+from tests.documents import first_codes, section
+from tests.expert_models import quiet, take_apart, tiny_file
+
+SMALL = Sizes(("q8_0",), (256, 2048), (1, 40))
+OF_MODELS = LEVELS[1:]
+WRONG = "tests.equivalence_backends:"
+
+
+def ops(a: str, b: str, sizes: Sizes = SMALL) -> dict[str, Any]:
+    return op_level(find_target(a), find_target(b), sizes, quiet)
+
+
+def products(level: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [row for row in level["ops"] if row["op"] == "matmul"]
+
+
+@cache
+def models(a: str, b: str) -> dict[str, dict[str, Any]]:
+    """Every level but op, by its name, on a tiny model."""
+    found = run_equivalence(
+        a, b, levels=OF_MODELS, model=lambda: tiny_file("olmoe", "q8_0"), own_model=True,
+        tokens=3 * WINDOW + 9, prompts=12, answer_tokens=6, progress=quiet,
+    )  # fmt: skip
+    return {level["level"]: level for level in found["levels"]}
+
+
+# -- op ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_backend_agrees_with_itself_to_the_bit() -> None:
+    level = ops("ggml-cpu", "ggml-cpu")
+    assert level["pass"]
+    assert {row["op"] for row in level["ops"]} == {"matmul", "swiglu", "softmax", "rms_norm"}
+    assert all(row["bit_identical"] and row["max_abs_diff"] == 0 for row in level["ops"])
+
+
+def test_most_of_a_kernels_distance_to_exact_numbers_is_its_eight_bits() -> None:
+    level = ops("ggml-cpu", "reference")
+    assert level["pass"], level["reason"]
+    for row in products(level):
+        assert row["to_exact"]["a"] > 1e-3
+        assert row["to_rounded"]["a"] < 1e-5
+        assert row["cause"] == ROUNDING
+    assert ops("ggml-cpu", "reference:q8")["pass"]
+
+
+def test_single_precision_passes_and_half_precision_sums_are_caught() -> None:
+    assert ops("reference", "reference:f32")["pass"]
+    level = ops("reference", "reference:f16")
+    assert not level["pass"]
+    long = products(level)[-1]
+    assert (long["length"], long["pass"], long["cause"]) == (2048, False, ACCUMULATION)
+    assert long["measured"]["b"]["accumulation"] == "f16"
+
+
+def test_half_precision_in_wide_batches_alone_is_caught() -> None:
+    level = ops("reference", f"{WRONG}HalfWhenWide")
+    assert not level["pass"]
+    assert products(ops("reference", f"{WRONG}HalfWhenWide", Sizes(("q8_0",), (2048,), (1, 5))))[0]["pass"]
+    assert any("softmax" in note for note in level["skipped"])
+
+
+def test_subtly_wrong_weights_are_caught() -> None:
+    level = ops("ggml-cpu", f"{WRONG}OffByAThousandth")
+    assert not level["pass"]
+    assert "matmul q8_0" in level["reason"]
+
+
+def test_types_that_a_side_does_not_know_are_named() -> None:
+    level = ops("ggml-cpu", "reference", Sizes(("q8_0", "q1_0"), (256,), (1,)))
+    assert any("q1_0" in note for note in level["skipped"])
+    with pytest.raises(UnsupportedModel, match="q1_0"):
+        ops("ggml-cpu", "reference", Sizes(("q1_0",), (256,), (1,)))
+
+
+# -- whole models -----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_agrees_with_itself_at_every_level() -> None:
+    levels = models("ggml-cpu", "ggml-cpu")
+    assert tuple(levels) == OF_MODELS
+    assert all(level["pass"] for level in levels.values())
+    assert set(levels["layer"]["free"]["relative_l2"]) == {0.0}
+    assert levels["layer"]["free"]["first_layer"] is None
+    assert levels["logits"]["l_infinity"] == levels["logits"]["kl_max"] == 0
+    assert levels["decisions"]["flips"] == levels["decisions"]["routing"]["sets_changed"] == 0
+    assert levels["generation"]["identical"] == 12
+    assert levels["task"]["nll_difference"] == 0
+    assert levels["layer"]["noise_floor"]["relative_l2"][-1] > 0
+
+
+def test_kernels_and_reference_make_one_model() -> None:
+    levels = models("ggml-cpu", "reference")
+    assert [name for name, level in levels.items() if not level["pass"]] == []
+    pinned, free = levels["layer"]["pinned"], levels["layer"]["free"]
+    assert 0 < pinned["relative_l2"][0] < pinned["relative_l2"][-1] < 0.05
+    assert free["relative_l2"][0] == pinned["relative_l2"][0]
+    assert levels["decisions"]["routing"]["first"]["layer"] > 0  # the first router sees the same rows on both sides
+
+
+def test_another_function_fails_at_every_level_that_judges_numbers() -> None:
+    levels = models("ggml-cpu", f"{WRONG}WrongExpert")
+    assert not levels["layer"]["pass"]
+    assert "after layer 0" in levels["layer"]["reason"]
+    assert not levels["logits"]["pass"]
+    assert not levels["decisions"]["pass"]
+
+
+def test_a_split_without_the_tokens_asked_for_is_refused() -> None:
+    with pytest.raises(UsageError, match="bundled text"):
+        run_equivalence(
+            "ggml-cpu", "ggml-cpu", levels=("logits",), model=lambda: tiny_file("olmoe"), own_model=True,
+            tokens=1 << 20, prompts=1, answer_tokens=1, progress=quiet,
+        )  # fmt: skip
+
+
+# -- tracing ----------------------------------------------------------------------------------------------------------
+
+
+def test_traces_of_trunk_and_whole_model_are_the_same() -> None:
+    model = take_apart("qwen3moe", "q8_0")
+    target, settings = find_target("ggml-cpu"), LlamaSettings(context_tokens=WINDOW, batch_tokens=WINDOW)
+    window = np.arange(20, dtype=np.int32)
+    layers = model.learned.layers.values()
+    observed = ObservingHook(layers)
+    watching = TracingHook(layers, observed)
+    with split_model(model.path, target, target, quiet) as split:
+        a, _ = split.hooks()
+        with split.open_trunk(settings, a) as trunk, split.open_whole(settings, watching) as whole:
+            assert np.array_equal(decode(trunk, window), decode(whole, window))
+    a.check()
+    assert set(observed.rows) == set(a.routes)
+    for layer, chosen in a.routes.items():
+        assert np.array_equal(chosen, watching.routes[layer])
+        assert chosen.shape == (20, model.learned.layers[layer].n_used)
+    for layer, residual in a.residuals.items():
+        assert np.array_equal(residual, watching.residuals[layer])
+
+
+def test_routers_choose_what_they_are_told_to() -> None:
+    model = take_apart("qwen3moe", "q8_0")
+    settings, window = LlamaSettings(context_tokens=WINDOW, batch_tokens=WINDOW), np.arange(20, dtype=np.int32)
+    target = find_target("ggml-cpu")
+    with split_model(model.path, target, target, quiet) as split:
+        hook, _ = split.hooks()
+        with split.open_trunk(settings, hook) as trunk:
+            free = decode(trunk, window)
+            own = dict(hook.routes)
+            hook.pinned = own
+            assert np.array_equal(decode(trunk, window), free)  # told what they would choose anyway
+            hook.pinned = {layer: (chosen + 1) % 8 for layer, chosen in own.items()}
+            other = decode(trunk, window)
+            assert all(np.array_equal(hook.routes[layer], chosen) for layer, chosen in hook.pinned.items())
+    assert not np.allclose(free, other)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["peer:kitchen", "ggml-cpu:haswell", "ggml-nothing", "reference:f8", "nonsense"])
+def test_a_target_that_is_not_there_is_refused_with_what_is(name: str) -> None:
+    with pytest.raises(UsageError, match=name) as caught:
+        find_target(name)
+    assert "ggml-cpu, reference" in str(caught.value.hint)
+
+
+def test_a_class_that_cannot_be_loaded_is_refused() -> None:
+    with pytest.raises(UsageError, match="NoSuchClass"):
+        find_target(f"{WRONG}NoSuchClass")
+
+
+def test_levels_of_the_command_are_those_that_there_are() -> None:
+    assert command.LEVELS == LEVELS
+
+
+def run(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    status = common.main(ctl.swarmctl, "swarmctl", ["equivalence", *words])
+    return status, capfd.readouterr().out
+
+
+def test_the_command_prints_all_levels_and_their_documented_keys(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarmnode.equivalence.run.sizes_of", lambda _file: SMALL)
+    tiny = ("--tokens", "256", "--prompts", "12", "--answer-tokens", "6", "--model", str(tiny_file("olmoe", "q8_0")))
+    status, out = run(capfd, "ggml-cpu", "reference", "--json", *tiny)
+    result = json.loads(out)
+    assert [level["level"] for level in result["levels"]] == list(LEVELS)
+    assert (status == 0) == result["pass"] == all(level["pass"] for level in result["levels"])
+    for level in result["levels"][1:]:
+        own = {key for key in level if key not in ("level", "pass", "reason", "tolerance")}
+        assert set(level["noise_floor"]) <= own | set(level.get("free", ()))
+        level["noise_floor"] = None
+    codes = first_codes(section("status.md", "`swarmctl equivalence --json`"))
+    assert len(codes) == len(set(codes))
+    assert set(codes) == keys_of(result)
+
+
+def keys_of(value: Any, name: str = "") -> set[str]:
+    if isinstance(value, Mapping):
+        return set().union(*(keys_of(item, f"{name}.{key}" if name else key) for key, item in value.items()))
+    if isinstance(value, list):
+        return set().union({f"{name}[]"} if not value else set(), *(keys_of(item, f"{name}[]") for item in value))
+    return {name}
+
+
+def test_the_exit_status_tells(capfd: pytest.CaptureFixture[str]) -> None:
+    of_tiny = ("--level", "logits", "--tokens", "64", "--model", str(tiny_file("olmoe", "q8_0")))
+    status, out = run(capfd, "ggml-cpu", "ggml-cpu", *of_tiny)
+    assert status == 0
+    assert "logits: pass" in out
+    status, out = run(capfd, "ggml-cpu", f"{WRONG}WrongExpert", *of_tiny)
+    assert status == 1
+    assert "logits: FAIL" in out
+    assert run(capfd, "ggml-cpu", "peer:kitchen", *of_tiny)[0] == 2
+    assert run(capfd, "ggml-cpu")[0] == 2
+
+
+def test_the_text_is_long_enough_for_the_defaults() -> None:
+    assert len(bundled_text().split()) > 1500

@@ -1,0 +1,185 @@
+"""The pure part of equivalence: figures of known differences, and verdicts on both sides of their limits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from capabilities.equivalence import (
+    Fork,
+    Generated,
+    LogitRows,
+    decisions_level,
+    difference,
+    generation_level,
+    growth_exponent,
+    layer_level,
+    logit_rows,
+    logits_level,
+    predicted_flips,
+    routing_change,
+    routing_figures,
+    task_level,
+    worst,
+)
+from capabilities.precision import Precision
+from capabilities.tolerances import (
+    KL_MEAN_LIMIT,
+    NOISE_TIMES,
+    RowLimits,
+    above_noise,
+    product_limits,
+    residual_limit,
+    row_limits,
+    sum_limit,
+)
+
+RANDOM = np.random.default_rng(1)
+
+
+def noise(*shape: int) -> np.ndarray:  # type: ignore[type-arg]
+    return RANDOM.standard_normal(shape).astype(np.float32)
+
+
+def logits(rows: int = 400, width: int = 50) -> np.ndarray:  # type: ignore[type-arg]
+    return 3 * noise(rows, width)
+
+
+def test_figures_are_those_of_a_known_difference() -> None:
+    a = np.array([[3.0, 4.0], [1.0, 0.0]], np.float32)
+    b = np.array([[3.0, 4.0], [1.0, 0.5]], np.float32)
+    found = difference(a, b)
+    assert not found.bit_identical
+    assert found.max_abs_diff == 0.5
+    assert found.worst_relative_l2 == pytest.approx(0.5)
+    assert found.median_relative_l2 == pytest.approx(0.25)
+    assert found.relative_l2 == pytest.approx(0.5 / 26**0.5)
+    assert found.min_cosine == pytest.approx(1 / 1.25**0.5)
+    assert difference(a, a) == worst([difference(a, a)])
+    assert difference(a, a).max_abs_diff == 0
+    assert worst([found, difference(a, a)]) == found
+
+
+def test_what_is_not_finite_is_far_from_everything_but_itself() -> None:
+    a = np.array([[1.0, np.nan]], np.float32)
+    assert difference(a, a).bit_identical
+    assert not difference(a, np.ones((1, 2), np.float32)).within(RowLimits(1e9, 1e9))
+
+
+def test_limits_of_products_grow_with_their_sums_and_with_measured_rounding() -> None:
+    exact, q8, f16, unknown = Precision.F32, Precision.Q8, Precision.F16, Precision.UNKNOWN
+    assert sum_limit(4096) == 2 * sum_limit(1024)
+    median = product_limits("q4_0", 32, 2048, exact, q8).median_relative_l2
+    assert median > product_limits("f16", 1, 2048, exact, f16).median_relative_l2 > 10 * sum_limit(2048)
+    assert median < product_limits("q4_K", 256, 2048, exact, q8).median_relative_l2
+    assert product_limits("q4_0", 32, 2048, q8, q8).median_relative_l2 == sum_limit(2048)
+    assert product_limits("q4_0", 32, 2048, exact, unknown) == product_limits("q4_0", 32, 2048, exact, exact)
+    assert product_limits("q4_1", 32, 2048, q8, q8).median_relative_l2 > sum_limit(2048)
+    flips = [product_limits("q4_0", 32, n, q8, q8).worst_relative_l2 for n in (64, 1024)]
+    assert flips[0] > 3 * flips[1]
+    assert row_limits(4096).median_relative_l2 < 1e-4
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0])
+def test_the_exponent_is_found(power: float) -> None:
+    depth = np.arange(1, 50)
+    assert growth_exponent((1e-3 * depth**power).tolist()) == pytest.approx(power)
+    steps = noise(49, 4096) if power == 0.5 else np.tile(noise(1, 4096), (49, 1))
+    drift = np.linalg.norm(np.cumsum(steps, axis=0), axis=1)
+    assert growth_exponent(drift.tolist()) == pytest.approx(power, abs=0.05)
+
+
+def test_no_exponent_without_drift() -> None:
+    assert growth_exponent([0.0] * 20) is None
+
+
+def test_the_first_layer_beyond_its_limit_is_named() -> None:
+    fine = [residual_limit(depth) for depth in (1, 2, 3)]
+    assert layer_level(fine, [0.0] * 3, (4, 5, 6))["pass"]
+    found = layer_level([fine[0], 1.01 * fine[1], 2 * fine[2]], [0.0] * 3, (4, 5, 6))
+    assert not found["pass"]
+    assert "layer 5" in found["reason"]
+    assert layer_level([0.5, 0.5, 0.5], [0.4] * 3, (4, 5, 6))["pass"]
+    assert not layer_level([float("nan")] * 3, [0.0] * 3, (4, 5, 6))["pass"]
+
+
+def test_a_shift_of_all_logits_is_no_difference() -> None:
+    a = logits()
+    rows = logit_rows(a, a + np.float32(2))
+    assert rows.l_infinity.max() < 1e-5
+    assert rows.kl.max() < 1e-6
+    assert not rows.flips.any()
+
+
+def test_kl_is_that_of_the_definition() -> None:
+    p, q = np.array([0.5, 0.25, 0.25]), np.array([0.25, 0.5, 0.25])
+    rows = logit_rows(np.log(p)[None].astype(np.float32), np.log(q)[None].astype(np.float32))
+    assert rows.kl[0] == pytest.approx((p * np.log(p / q)).sum(), abs=1e-6)
+    assert rows.margins[0] == pytest.approx(np.log(2), abs=1e-6)
+    assert rows.flips[0]
+
+
+def test_logits_are_judged_against_the_limit_and_the_noise() -> None:
+    a = logits()
+    near, far = logit_rows(a, a + 1e-3 * noise(*a.shape)), logit_rows(a, a + noise(*a.shape))
+    assert logits_level(near, near)["pass"]
+    assert far.kl.mean() > KL_MEAN_LIMIT
+    assert not logits_level(far, near)["pass"]
+    assert logits_level(far, far)["pass"]
+    assert above_noise(1.0, 1.0) == NOISE_TIMES
+    broken = LogitRows.join([far])
+    broken.kl[0] = np.nan
+    assert not logits_level(broken, near)["pass"]
+
+
+@pytest.mark.parametrize("size", [0.03, 0.3])
+def test_flips_happen_as_often_as_predicted(size: float) -> None:
+    a = logits(4000)
+    rows = logit_rows(a, a + np.float32(size) * noise(*a.shape))
+    predicted = predicted_flips(rows.margins, rows.deviations)
+    assert 20 < predicted < 2000
+    assert rows.flips.sum() == pytest.approx(predicted, rel=0.25)
+    assert not (rows.flips & (rows.margins > 2 * rows.l_infinity)).any()
+
+
+def test_more_flips_than_the_movement_explains_fail() -> None:
+    a = logits()
+    small = logit_rows(a, a + np.float32(0.01) * noise(*a.shape))
+    assert decisions_level(small, (), small)["pass"]
+    moved = LogitRows.join([small])
+    moved.top_b[:30] = (moved.top_a[:30] + 1) % 50  # without any movement that could do it
+    found = decisions_level(moved, (), small)
+    assert not found["pass"]
+    assert found["flips_through_the_gate"] > 0
+
+
+def test_routing_counts_sets_and_experts_and_names_the_first() -> None:
+    a = np.array([[0, 1, 2], [3, 4, 5], [6, 7, 0]], np.int32)
+    b = np.array([[1, 0, 2], [3, 4, 7], [6, 7, 0]], np.int32)
+    found = routing_figures([routing_change(2, a, a), routing_change(3, a, b)])
+    assert found["choices"] == 6
+    assert found["sets_changed"] == pytest.approx(1 / 6)
+    assert found["experts_changed"] == pytest.approx(1 / 18)
+    assert found["top1_changed"] == pytest.approx(1 / 6)
+    assert found["first"] == {"layer": 3, "token": 1, "experts_a": [3, 4, 5], "experts_b": [3, 4, 7]}
+    assert routing_figures([routing_change(2, a, a)])["first"] is None
+
+
+def test_forks_are_counted_and_must_have_been_likely() -> None:
+    fork = Fork(3, 0.1, 0.2)
+    quiet = Generated(8, (None,) * 4, 0.0)
+    found = generation_level(Generated(8, (None, fork, Fork(1, 0.1, 0.2), None), 1.0), quiet)
+    assert found["pass"]
+    assert (found["identical"], found["first_differences"]) == (2, [1, 3])
+    assert not generation_level(Generated(8, (None, Fork(3, 0.5, 0.2)), 1.0), quiet)["pass"]
+    assert not generation_level(Generated(8, (fork,) * 20, 1.0), quiet)["pass"]
+
+
+def test_a_text_that_became_less_likely_fails() -> None:
+    nll = RANDOM.gamma(2.0, 1.0, 500)
+    noisy = nll + RANDOM.normal(0, 1e-3, 500)
+    assert task_level(nll, noisy, nll, nll)["pass"]
+    worse = task_level(nll, noisy + 0.05, nll, nll)
+    assert not worse["pass"]
+    assert worse["nll_difference"] == pytest.approx(0.05, abs=1e-3)
+    assert worse["perplexity_b"] / worse["perplexity_a"] == pytest.approx(np.exp(0.05), rel=1e-2)
