@@ -78,6 +78,15 @@ def test_single_precision_passes_and_half_precision_sums_are_caught() -> None:
     assert long["measured"]["b"]["accumulation"] == "f16"
 
 
+def test_the_rounding_of_one_side_hides_no_half_precision_of_the_other() -> None:
+    level = ops("ggml-cpu", "reference:f16", Sizes(("q8_0",), (2048,), (1, 40)))
+    (row,) = products(level)
+    assert row["median_relative_l2"] < row["tolerance"]["median_relative_l2"]
+    assert row["alone"] == {"a": True, "b": False}
+    assert not level["pass"]
+    assert "B is" in level["reason"]
+
+
 def test_half_precision_in_wide_batches_alone_is_caught() -> None:
     level = ops("reference", f"{WRONG}HalfWhenWide")
     assert not level["pass"]

@@ -96,6 +96,7 @@ def test_no_exponent_without_drift() -> None:
 def test_the_first_layer_beyond_its_limit_is_named() -> None:
     fine = [residual_limit(depth) for depth in (1, 2, 3)]
     assert layer_level(fine, [0.0] * 3, (4, 5, 6))["pass"]
+    assert fine[2] == pytest.approx(3**0.5 * fine[0])
     found = layer_level([fine[0], 1.01 * fine[1], 2 * fine[2]], [0.0] * 3, (4, 5, 6))
     assert not found["pass"]
     assert "layer 5" in found["reason"]

@@ -54,12 +54,13 @@ class Drift:
             self.relative.setdefault(layer, []).append(distance / size)
 
     def figures(self) -> dict[str, Any]:
-        """Medians over tokens for each layer. The exponent is of the distance, since the residual itself grows."""
+        """Medians over tokens for each layer, and how they grow. The residual itself grows, and the distance with it."""
         layers = sorted(self.apart)
         distance = [float(np.median(np.concatenate(self.apart[layer]))) for layer in layers]
         relative = [float(np.median(np.concatenate(self.relative[layer]))) for layer in layers]
         return {
-            "exponent": growth_exponent(distance),
+            "exponent": growth_exponent(relative),
+            "l2_exponent": growth_exponent(distance),
             "relative_l2": relative,
             "l2": distance,
             "first_layer": next((n for n, d in zip(layers, distance, strict=True) if d > 0), None),
