@@ -155,9 +155,9 @@ class Prover:
             partial_sums=self._partial_sums,
             ask_f32=self._ask_f32,
         )
-        member.agreement = probed.agreement
         if not probed.within and member.unfit is None:
             member.unfit = await imprecision(link, self._reference, self._manifest, share, share.epoch)
+        member.agreement = probed.agreement
 
     async def _probe_when_idle(self, member: Member) -> None:
         """Make up for the proof that a worker was spared, while nobody waits for an answer."""
