@@ -264,10 +264,10 @@ class Known:
 
 async def prove(swarm: Trio, *, partial_sums: bool) -> bool:
     held = {LAYER.layer: tuple(ALL)}
-    agreement = await probe(
+    probed = await probe(
         swarm.links[0], Known(), MODEL.manifest, held, term=1, epoch=1, partial_sums=partial_sums  # type: ignore[arg-type]
     )  # fmt: skip
-    return agreement.bit_identical
+    return probed.agreement.bit_identical
 
 
 async def test_the_probe_asks_for_sums_where_they_are_used() -> None:
