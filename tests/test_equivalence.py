@@ -5,24 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from backends.llama import LlamaSettings
-from backends.moe_hook import ObservingHook
+from backends.experts import F32, I32
+from backends.llama import LlamaModel, LlamaSettings
+from backends.moe_hook import ServingHook
 from backends.trace import TracingHook
 from capabilities.equivalence import LEVELS
 from capabilities.errors import UnsupportedModel, UsageError
 from swarmnode.cli import common, ctl
 from swarmnode.cli import equivalence as command
+from swarmnode.equivalence.answers import PROMPT_TOKENS, race
 from swarmnode.equivalence.ops import Sizes, op_level
 from swarmnode.equivalence.passes import WINDOW, decode
 from swarmnode.equivalence.run import run_equivalence
 from swarmnode.equivalence.splits import split_model
 from swarmnode.equivalence.targets import ACCUMULATION, ROUNDING, find_target
 from swarmnode.equivalence.text import bundled_text
+from swarmnode.local_experts import LocalExperts
 from tests.documents import first_codes, section
 from tests.expert_models import quiet, take_apart, tiny_file
 
@@ -129,6 +132,7 @@ def test_kernels_and_reference_make_one_model() -> None:
     pinned, free = levels["layer"]["pinned"], levels["layer"]["free"]
     assert 0 < pinned["relative_l2"][0] < pinned["relative_l2"][-1] < 0.05
     assert free["relative_l2"][0] == pinned["relative_l2"][0]
+    assert pinned["relative_l2"][-1] < free["relative_l2"][-1]  # some experts changed, and pinning took that out
     assert levels["decisions"]["routing"]["first"]["layer"] > 0  # the first router sees the same rows on both sides
 
 
@@ -148,7 +152,64 @@ def test_a_split_without_the_tokens_asked_for_is_refused() -> None:
         )  # fmt: skip
 
 
+class Counting:
+    """A model that counts on from each sequence's last token. `slips`: (sequence, position) where it skips one."""
+
+    def __init__(self, *slips: tuple[int, int]) -> None:
+        self._slips = slips
+        self._next: dict[int, int] = {}
+
+    def clear_all(self) -> None:
+        self._next.clear()
+
+    def decode(self, tokens: I32, positions: I32, sequences: I32, wants_logits: Any) -> F32:
+        for sequence, position in zip(sequences.tolist(), positions.tolist(), strict=True):
+            assert position == self._next.get(sequence, 0)
+            self._next[sequence] = position + 1
+        logits = np.zeros((int(wants_logits.sum()), 64), np.float32)
+        for row, at in zip(logits, np.flatnonzero(wants_logits).tolist(), strict=True):
+            row[tokens[at] + 1] = 1.0
+            row[tokens[at] + 2] = 2.0 if (int(sequences[at]), int(positions[at])) in self._slips else 0.5
+        return logits
+
+
+def test_answers_go_on_from_their_own_tokens_until_they_part() -> None:
+    prompts = np.tile(np.arange(PROMPT_TOKENS, dtype=np.int32), (3, 1))
+    a, b = Counting(), Counting((1, PROMPT_TOKENS + 1), (2, PROMPT_TOKENS - 1), (2, PROMPT_TOKENS + 2))
+    forks, _ = race(cast(LlamaModel, a), cast(LlamaModel, b), prompts, 5)
+    assert [None if fork is None else fork.index for fork in forks] == [None, 2, 0]
+    assert forks[1] is not None
+    assert forks[1].margin == 0.5
+    assert a._next == dict.fromkeys(range(3), PROMPT_TOKENS + 4)
+
+
+def test_the_swarms_answers_are_those_of_llama_cpp() -> None:
+    model = take_apart("olmoe", "q8_0")
+    target, settings = find_target("ggml-cpu"), LlamaSettings(PROMPT_TOKENS + 6, 2, 2 * PROMPT_TOKENS)
+    prompts = np.random.default_rng(1).integers(0, 256, (2, PROMPT_TOKENS)).astype(np.int32)
+    with split_model(model.path, target, target, quiet) as split:
+        hook, _ = split.plain_hooks()
+        with split.open_trunk(settings, hook) as trunk, split.open_whole(settings) as whole:
+            forks, _ = race(whole, trunk, prompts, 6)
+    assert forks == [None, None]
+
+
 # -- tracing ----------------------------------------------------------------------------------------------------------
+
+
+class Dispatches:
+    """Passes on what is dispatched, and keeps the router's choice."""
+
+    def __init__(self, executor: LocalExperts) -> None:
+        self._executor = executor
+        self.ids: dict[int, I32] = {}
+
+    def dispatch(self, layer: int, x: F32, ids: I32) -> None:
+        self.ids[layer] = ids.copy()
+        self._executor.dispatch(layer, x, ids)
+
+    def collect(self, layer: int) -> F32:
+        return self._executor.collect(layer)
 
 
 def test_traces_of_trunk_and_whole_model_are_the_same() -> None:
@@ -156,18 +217,18 @@ def test_traces_of_trunk_and_whole_model_are_the_same() -> None:
     target, settings = find_target("ggml-cpu"), LlamaSettings(context_tokens=WINDOW, batch_tokens=WINDOW)
     window = np.arange(20, dtype=np.int32)
     layers = model.learned.layers.values()
-    observed = ObservingHook(layers)
-    watching = TracingHook(layers, observed)
     with split_model(model.path, target, target, quiet) as split:
-        a, _ = split.hooks()
-        with split.open_trunk(settings, a) as trunk, split.open_whole(settings, watching) as whole:
+        dispatches = Dispatches(split.executors[0])
+        hook, (watching, _) = TracingHook(layers, ServingHook(layers, dispatches)), split.watching_hooks()
+        with split.open_trunk(settings, hook) as trunk, split.open_whole(settings, watching) as whole:
             assert np.array_equal(decode(trunk, window), decode(whole, window))
-    a.check()
-    assert set(observed.rows) == set(a.routes)
-    for layer, chosen in a.routes.items():
+    hook.check()
+    assert set(dispatches.ids) == set(hook.routes) == set(watching.routes)
+    for layer, chosen in dispatches.ids.items():
+        assert np.array_equal(chosen, hook.routes[layer])
         assert np.array_equal(chosen, watching.routes[layer])
-        assert chosen.shape == (20, model.learned.layers[layer].n_used)
-    for layer, residual in a.residuals.items():
+    assert len(hook.residuals) == 2
+    for layer, residual in hook.residuals.items():
         assert np.array_equal(residual, watching.residuals[layer])
 
 

@@ -57,7 +57,7 @@ def _generate(
         every = _prompts(a, text, prompts)
         for start in range(0, prompts, together):
             progress(start)
-            some, expected = _race(a, b, every[start : start + together], tokens)
+            some, expected = race(a, b, every[start : start + together], tokens)
             forks += some
             predicted += expected
     return Generated(tokens, tuple(forks), predicted)
@@ -73,7 +73,7 @@ def _prompts(model: LlamaModel, text: str, count: int) -> I32:
     return np.stack([every[start : start + PROMPT_TOKENS] for start in starts])
 
 
-def _race(a: LlamaModel, b: LlamaModel, prompts: I32, tokens: int) -> tuple[list[Fork | None], float]:
+def race(a: LlamaModel, b: LlamaModel, prompts: I32, tokens: int) -> tuple[list[Fork | None], float]:
     """Where each prompt's two answers part, and how many of them were to be expected to."""
     forks: list[Fork | None] = [None] * len(prompts)
     predicted, fed = 0.0, prompts

@@ -54,7 +54,7 @@ class Drift:
             self.relative.setdefault(layer, []).append(distance / size)
 
     def figures(self) -> dict[str, Any]:
-        """Medians over tokens for each layer, and how they grow. The residual itself grows, and the distance with it."""
+        """Medians over tokens for each layer, and how they grow. Distances grow with the residual itself, too."""
         layers = sorted(self.apart)
         distance = [float(np.median(np.concatenate(self.apart[layer]))) for layer in layers]
         relative = [float(np.median(np.concatenate(self.relative[layer]))) for layer in layers]
