@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, field
 
 import psutil
 import trio
@@ -23,7 +24,8 @@ _HOST_CHARS = 16
 
 @dataclass(frozen=True)
 class MachineParts:
-    """`budget_bytes` is for experts in memory; `host` names the machine, the same for all its daemons."""
+    """`budget_bytes` is for experts in memory; `host` names the machine, the same for all its daemons; `instance` this
+    process, anew at each start."""
 
     paths: Paths
     threads: int
@@ -32,6 +34,7 @@ class MachineParts:
     measuring: Measuring
     facts: NodeFacts
     host: str
+    instance: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @classmethod
     async def open(cls, config: Config, paths: Paths, threads: int) -> MachineParts:
@@ -76,4 +79,5 @@ class MachineParts:
             numeric_class=measured.numeric_class(),
             accumulates_f32=measured.accumulates_f32(),
             measuring=measured.backend is None and self.measuring.busy,
+            instance=self.instance,
         )

@@ -31,6 +31,7 @@ NAME_CHARS_MAX: Final = 64
 VERSION_CHARS_MAX: Final = 32
 BACKEND_CHARS_MAX: Final = 128
 HOST_CHARS_MAX: Final = 64
+INSTANCE_CHARS_MAX: Final = 32
 HOLDING_MAX: Final = 4  # two sets in memory, each with the names of two epochs
 SOURCES_MAX: Final = 8  # peer ids of at most 60 characters
 SOURCES_CHARS_MAX: Final = 1024
@@ -53,6 +54,7 @@ class Hello:
     numeric_class    fingerprint of its arithmetic; empty: not measured
     accumulates_f32  its kernels were seen to add up in F32 when asked to
     measuring        they are still being measured: what it says of its arithmetic will follow
+    instance         drawn when the process starts; empty: unknown. Two that take turns use one identity
     holding          (term, epoch) names of the expert set in its memory that has begun, and so was proven there
     """
 
@@ -69,6 +71,7 @@ class Hello:
     numeric_class: str = ""
     accumulates_f32: bool = True
     measuring: bool = False
+    instance: str = ""
     holding: tuple[tuple[int, int], ...] = ()
 
 
@@ -188,6 +191,7 @@ def decode_from_worker(frame: Frame) -> FromWorker:
                 numeric_class=_clean(fields.text("numeric_class", CLASS_CHARS)) if fields.has("numeric_class") else "",
                 accumulates_f32=not fields.has("accumulates_f32") or fields.flag("accumulates_f32"),
                 measuring=fields.has("measuring") and fields.flag("measuring"),
+                instance=_clean(fields.text("instance", INSTANCE_CHARS_MAX)) if fields.has("instance") else "",
                 holding=_holding(fields) if fields.has("holding") else (),
             )
         case "policy":

@@ -340,7 +340,7 @@ class Participant:
     async def status(self) -> Status:
         if self.leader is None:
             return await self._status.view()
-        return {**self._leader_status(self.leader).view(), **self._status.own()}
+        return self._status.with_own(self._leader_status(self.leader).view())
 
     def _leader_status(self, leader: Leader) -> LeaderStatus:
         return LeaderStatus(self._network, leader, self._parts.facts, self._mesh)

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from scheduler.advert_findings import Finding, FindingKind
 from swarmnode.config import Config
 from swarmnode.leader.members import Member
 from swarmnode.leader.service import Leader
@@ -125,6 +126,12 @@ def peer_row(peer: str, name: str, state: str, backends: list[Status], **more: A
     }
 
 
+def _cloned(member: Member) -> Status:
+    hint = "A data folder was copied: on one of the machines, stop the daemon, remove identity.key and join again."
+    message = f"two daemons use the identity of {member.name} in turn"
+    return dict(Finding(FindingKind.CLONED_IDENTITY, str(member.peer), message, hint).to_json())
+
+
 class LeaderStatus:
     """The view of a leader, from its own node."""
 
@@ -154,7 +161,7 @@ class LeaderStatus:
             "model": self._model(),
             "requests": leader.statistics(),
             "network": {**network_status(self._network), "hellos_refused": leader.members.refused},
-            "findings": self._mesh.findings(),
+            "findings": [*map(_cloned, leader.members.cloned()), *self._mesh.findings()],
             "version": VERSION,
             "uptime_s": self._facts.uptime_s,
         }

@@ -112,9 +112,16 @@ class NodeStatus:
             mesh = await ask_leader(self._network, self._view, {"kind": "status"})
         except SwarmError as error:
             mesh = self._alone(error.message)
-        return {**mesh, **self.own()}
+        return self.with_own(mesh)
 
-    def own(self) -> Status:
+    def with_own(self, mesh: Status) -> Status:
+        """A leader's view with what this node knows itself; findings are those of both."""
+        own = self._own()
+        findings = {(each.get("kind"), each.get("peer")): each for each in _objects(mesh.get("findings"))}
+        findings |= {(each["kind"], each["peer"]): each for each in own["findings"]}
+        return {**mesh, **own, "findings": list(findings.values())}
+
+    def _own(self) -> Status:
         """What stands in every answer of this node, whoever knows the rest."""
         own: Status = {
             "swarm": self._mesh.swarm,
@@ -170,3 +177,8 @@ class NodeStatus:
             "rows_per_s": round(s.rows_per_s, 1),
             "network": network_status(self._network),
         }
+
+
+def _objects(value: object) -> list[Status]:
+    """A leader's list, whatever it sent."""
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []

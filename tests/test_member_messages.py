@@ -41,7 +41,7 @@ HELD = st.dictionaries(
 HELLOS = st.builds(
     Hello, name=NAMES, version=NAMES, wire=st.integers(0, 2**16), backend=NAMES, device=NAMES,
     threads=st.integers(0, 2**16), memory_budget_bytes=BYTES, q8_0=st.booleans(), certificate=st.binary(max_size=352),
-    host=NAMES, numeric_class=NAMES, accumulates_f32=st.booleans(), measuring=st.booleans(),
+    host=NAMES, numeric_class=NAMES, instance=NAMES, accumulates_f32=st.booleans(), measuring=st.booleans(),
     holding=st.lists(st.tuples(COUNTER, COUNTER), max_size=4).map(tuple),
 )  # fmt: skip
 PHASES = st.sampled_from(["fetching", "loading", "loaded", "failed"])
@@ -98,7 +98,8 @@ HELLO = {**{name: getattr(GOOD, name) for name in Hello.__slots__}, "holding": [
 def test_the_largest_hello_is_a_report() -> None:
     names = ((2**63, 2**63),) * HOLDING_MAX
     hello = Hello(
-        "é" * 64, "v" * 32, 1, "b" * 128, "d" * 128, 1, 2**50, True, b"x" * 352, "h" * 64, "c" * 32, True, True, names
+        "é" * 64, "v" * 32, 1, "b" * 128, "d" * 128, 1, 2**50, True, b"x" * 352, "h" * 64, "c" * 32, True, True, "i" * 32,
+        names,
     )
     found, _ = split_frame(encode(hello), limits.MEMBER_REPORT)
     assert decode_from_worker(found) == hello

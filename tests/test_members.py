@@ -13,7 +13,7 @@ from trio.testing import MockClock
 
 from capabilities.errors import NotReady, PeerMistake, SwarmError
 from swarmnode import limits
-from swarmnode.leader.members import Member, Members
+from swarmnode.leader.members import CLONED_SHOWN_S, Member, Members
 from swarmnode.member_messages import PROTOCOL, Assign, Begin, Policy, Refuse, decode_from_leader, encode
 from swarmnode.net.interface import NetworkError, PeerId, Stream, StreamClosed
 from swarmnode.net.memory import MemoryHub, MemoryNetwork, open_memory_hub
@@ -105,6 +105,29 @@ async def test_a_banned_peer_does_not_come_back(autojump_clock: MockClock) -> No
         await again.send(encode(member.hello))
         assert "banned" in (await refusal(again)).message
         assert members.present() == []
+
+
+async def test_two_daemons_with_one_identity_are_told_from_one_that_restarts(autojump_clock: MockClock) -> None:
+    async with lab(private=False) as (made, members):
+        stream = await made.join()
+        (member,) = members.present()
+        peer = made.hub.network(member.peer)
+        assert peer is not None
+
+        async def say_hello(instance: str) -> None:
+            nonlocal stream
+            await stream.reset()
+            stream = await peer.open_stream(made.network.peer_id, PROTOCOL)
+            await stream.send(encode(replace(member.hello, instance=instance)))
+            await trio.testing.wait_all_tasks_blocked()
+
+        for instance in ("first", "first", "restarted", "again", "and again"):
+            await say_hello(instance)
+            assert members.cloned() == []
+        await say_hello("again")
+        assert [each.peer for each in members.cloned()] == [member.peer]
+        await trio.sleep(CLONED_SHOWN_S + 1)
+        assert members.cloned() == []
 
 
 async def test_a_member_that_drains_says_so_and_may_think_better_of_it(autojump_clock: MockClock) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -105,6 +106,28 @@ def test_an_invited_node_becomes_a_worker(nodes: dict[str, LocalNode]) -> None:
     wait_until(carried, 20)
     assert len(second.call("ask", **ask("Hello", 8, ignore_eos=True))["tokens"]) == 8
     assert "only its peers lead" in failure(lambda: second.call("model_add", path="/x.gguf")).message
+
+
+def test_a_copied_data_folder_is_named_on_all_sides(nodes: dict[str, LocalNode], tmp_path: Path) -> None:
+    first, second = nodes["first"], nodes["second"]
+    settings = {**second.settings, "node": {**second.settings["node"], "name": "copy"}}
+    copy = LocalNode("copy", tmp_path / "copy", settings)
+    shutil.copytree(second.folder, copy.folder, ignore=shutil.ignore_patterns("run", "*.log", "*.lock"))
+    copy.start()
+    try:
+        copy.wait_up()
+        peer = second.status()["self"]
+
+        def named(node: LocalNode) -> bool:
+            found = [(each["kind"], each["peer"]) for each in node.status()["findings"]]
+            return ("cloned_identity", peer) in found
+
+        wait_until(lambda: named(first), 60)
+        for node in (second, copy):
+            wait_until(lambda node=node: named(node), 30)
+    finally:
+        copy.kill()
+    wait_until(lambda: second.status()["ready"], 30)
 
 
 def test_the_backbone_grows(nodes: dict[str, LocalNode]) -> None:

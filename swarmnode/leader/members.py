@@ -45,6 +45,9 @@ VerifyMember = Callable[[PeerId, bytes], None]
 """Who is here, by its proven key, and the certificate that it shows. Raises SwarmError, for it to read: it is no member
 of the swarm, or banned."""
 
+INSTANCES_KEPT: Final = 3  # of each peer; a restart makes one more, a copy takes turns with the first
+CLONED_SHOWN_S: Final = 120.0
+
 MemberPhase = Literal["joining", "loading", "probing", "ready", "failed"]
 
 
@@ -57,7 +60,10 @@ class Member:
     draining          it asked to hold nothing more
     failures          how many those are; `resting`: it is left alone for a while after the last one
     unfit             why it may hold no output rank: it computes the model, and not precisely enough
-    given_up          how often in a row it was; until excluded_until_s it is no newcomer. Both outlive a stay
+    given_up          how often in a row it was; until excluded_until_s it is no newcomer
+    instances         processes that said hello as this peer, the present one last
+    cloned_s          when one said hello again after another had: two daemons use one identity
+                      (what is from given_up on outlives a stay)
     """
 
     peer: PeerId
@@ -81,6 +87,8 @@ class Member:
     resting: bool = False
     given_up: int = 0
     excluded_until_s: float = -math.inf
+    instances: tuple[str, ...] = ()
+    cloned_s: float = -math.inf
 
     @property
     def name(self) -> str:
@@ -190,6 +198,11 @@ class Members:
             return UsageError(f"this leader serves at most {MEMBERS_MAX} workers")
         return None
 
+    def cloned(self) -> list[Member]:
+        """Whose identity several daemons use, as seen lately."""
+        since = trio.current_time() - CLONED_SHOWN_S
+        return [member for member in self.by_peer.values() if member.cloned_s > since]
+
     async def _stay(self, stream: Stream, hello: Hello) -> None:
         """One membership, until its stream breaks."""
         old = self.by_peer.get(stream.peer)
@@ -199,6 +212,13 @@ class Members:
         member = Member(stream.peer, hello, trio.current_time(), send)
         if old is not None:
             member.given_up, member.excluded_until_s = old.given_up, old.excluded_until_s
+            member.instances, member.cloned_s = old.instances, old.cloned_s
+        if hello.instance:
+            if hello.instance in member.instances[:-1]:
+                member.cloned_s = trio.current_time()
+                _log.warning("member.cloned", peer=member.peer, name=member.name)
+            others = [each for each in member.instances if each != hello.instance]
+            member.instances = (*others[-INSTANCES_KEPT:], hello.instance)
         self.by_peer[stream.peer] = member
         _log.info("member.joined", peer=member.peer, name=member.name, backend=hello.backend)
         self.watch.watch(stream.peer)
