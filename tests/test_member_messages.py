@@ -98,9 +98,9 @@ HELLO = {**{name: getattr(GOOD, name) for name in Hello.__slots__}, "holding": [
 def test_the_largest_hello_is_a_report() -> None:
     names = ((2**63, 2**63),) * HOLDING_MAX
     hello = Hello(
-        "é" * 64, "v" * 32, 1, "b" * 128, "d" * 128, 1, 2**50, True, b"x" * 352, "h" * 64, "c" * 32, True, True, "i" * 32,
-        names,
-    )
+        "é" * 64, "v" * 32, 1, "b" * 128, "d" * 128, 1, 2**50, True, b"x" * 352, "h" * 64, "c" * 32, True, True,
+        "i" * 32, names,
+    )  # fmt: skip
     found, _ = split_frame(encode(hello), limits.MEMBER_REPORT)
     assert decode_from_worker(found) == hello
 
