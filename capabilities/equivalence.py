@@ -216,9 +216,18 @@ def decisions_level(rows: LogitRows, routing: Sequence[RoutingChange], floor: Lo
         "flips_through_the_gate": through,
         "positions_below_the_gate": int((rows.margins <= 2 * rows.l_infinity).sum()),
         "margin_quantiles": [_number(q) for q in np.quantile(rows.margins, (0.01, 0.1, 0.5))],
+        "margin_histogram": margin_histogram(rows),
         "routing": routing_figures(routing),
         "noise_floor": of_floor,
     }
+
+
+def margin_histogram(rows: LogitRows, bins: int = 24) -> dict[str, Any]:
+    """Positions by A's margin, and how many of each bin flipped."""
+    edges = np.linspace(0, max(float(np.quantile(rows.margins, 0.99)), TINY), bins + 1)
+    within = np.minimum(rows.margins, edges[-1])
+    counts, flipped = (np.histogram(values, edges)[0].tolist() for values in (within, within[rows.flips]))
+    return {"edges": edges.tolist(), "counts": counts, "flipped": flipped}
 
 
 def flip_figures(rows: LogitRows) -> dict[str, Any]:

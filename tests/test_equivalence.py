@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +22,7 @@ from swarmnode.cli import common, ctl
 from swarmnode.cli import equivalence as command
 from swarmnode.equivalence.answers import PROMPT_TOKENS, race
 from swarmnode.equivalence.ops import Sizes, op_level
+from swarmnode.equivalence.page import page_of, write_page
 from swarmnode.equivalence.passes import WINDOW, decode
 from swarmnode.equivalence.run import run_equivalence
 from swarmnode.equivalence.splits import split_model
@@ -157,15 +160,16 @@ class Counting:
 
     def __init__(self, *slips: tuple[int, int]) -> None:
         self._slips = slips
-        self._next: dict[int, int] = {}
+        self.fed: dict[int, list[int]] = {}
 
     def clear_all(self) -> None:
-        self._next.clear()
+        self.fed.clear()
 
     def decode(self, tokens: I32, positions: I32, sequences: I32, wants_logits: Any) -> F32:
-        for sequence, position in zip(sequences.tolist(), positions.tolist(), strict=True):
-            assert position == self._next.get(sequence, 0)
-            self._next[sequence] = position + 1
+        for token, sequence, position in zip(tokens.tolist(), sequences.tolist(), positions.tolist(), strict=True):
+            before = self.fed.setdefault(sequence, [])
+            assert position == len(before)
+            before.append(token)
         logits = np.zeros((int(wants_logits.sum()), 64), np.float32)
         for row, at in zip(logits, np.flatnonzero(wants_logits).tolist(), strict=True):
             row[tokens[at] + 1] = 1.0
@@ -180,7 +184,7 @@ def test_answers_go_on_from_their_own_tokens_until_they_part() -> None:
     assert [None if fork is None else fork.index for fork in forks] == [None, 2, 0]
     assert forks[1] is not None
     assert forks[1].margin == 0.5
-    assert a._next == dict.fromkeys(range(3), PROMPT_TOKENS + 4)
+    assert a.fed[0] == list(range(PROMPT_TOKENS + 4))
 
 
 def test_the_swarms_answers_are_those_of_llama_cpp() -> None:
@@ -313,3 +317,60 @@ def test_the_exit_status_tells(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_the_text_is_long_enough_for_the_defaults() -> None:
     assert len(bundled_text().split()) > 1500
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+class Tags(HTMLParser):
+    """What a page holds, and what it would fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_shows_curve_and_histogram_and_fetches_nothing(tmp_path: Path) -> None:
+    levels = [ops("ggml-cpu", "reference"), *models("ggml-cpu", "reference").values()]
+    result = {"a": "ggml-cpu", "b": "<script>", "model": "a&b.gguf", "pass": True, "levels": levels}
+    write_page(tmp_path / "page.html", result)
+    text = (tmp_path / "page.html").read_text()
+    found = Tags(text)
+    assert found.open == []
+    assert found.fetched == []
+    assert "script" not in found.tags
+    assert "&lt;script&gt;" in text
+    assert "a&amp;b.gguf" in text
+    assert found.tags.count("polyline") == 4
+    assert found.tags.count("rect") == 48
+    assert found.tags.count("tr") == 2 + len(levels) + len(levels[0]["ops"])
+
+
+def test_a_page_of_one_level_is_a_page() -> None:
+    for level in models("ggml-cpu", "ggml-cpu").values():
+        page = page_of({"a": "x", "b": "y", "model": None, "pass": True, "levels": [level]})
+        assert Tags(page).open == []
+        assert level["level"] in page
+
+
+def test_the_command_writes_a_page_where_it_is_told_to(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "report.html"
+    of_tiny = ("--level", "logits", "--tokens", "64", "--model", str(tiny_file("olmoe", "q8_0")))
+    assert run(capfd, "ggml-cpu", "ggml-cpu", *of_tiny, "--html", str(page))[0] == 0
+    assert page.read_text().startswith("<!doctype html>")
+    assert run(capfd, "ggml-cpu", "ggml-cpu", *of_tiny, "--html", str(page / "below.html"))[0] == 2

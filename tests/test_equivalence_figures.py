@@ -16,6 +16,7 @@ from capabilities.equivalence import (
     layer_level,
     logit_rows,
     logits_level,
+    margin_histogram,
     predicted_flips,
     routing_change,
     routing_figures,
@@ -141,6 +142,18 @@ def test_flips_happen_as_often_as_predicted(size: float) -> None:
     assert 20 < predicted < 2000
     assert rows.flips.sum() == pytest.approx(predicted, rel=0.25)
     assert not (rows.flips & (rows.margins > 2 * rows.l_infinity)).any()
+
+
+def test_the_histogram_holds_every_position_and_every_flip() -> None:
+    a = logits()
+    rows = logit_rows(a, a + np.float32(0.1) * noise(*a.shape))
+    found = margin_histogram(rows)
+    assert sum(found["counts"]) == len(a)
+    assert sum(found["flipped"]) == rows.flips.sum() > 0
+    assert len(found["edges"]) == len(found["counts"]) + 1
+    assert found["flipped"][0] / found["counts"][0] > 0.1
+    assert found["flipped"][-1] == 0
+    assert sum(margin_histogram(logit_rows(np.zeros_like(a), np.zeros_like(a)))["counts"]) == len(a)
 
 
 def test_more_flips_than_the_movement_explains_fail() -> None:

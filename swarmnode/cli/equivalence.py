@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from capabilities.errors import UsageError
 from swarmnode.cli import common
 from swarmnode.cli.common import Settings, common_options, pass_settings
 from swarmnode.cli.progress import ProgressLine
@@ -23,9 +24,7 @@ ANSWER_TOKENS_MAX = 256
 @click.option(
     "--level", "levels", multiple=True, type=click.Choice(LEVELS), help="Only this one. Repeatable. Default: all six."
 )
-@click.option(
-    "--model", metavar="FILE", help="A GGUF file, or `demo`. Default: demo, with usual weights for op."
-)
+@click.option("--model", metavar="FILE", help="A GGUF file, or `demo`. Default: demo, with usual weights for op.")
 @click.option(
     "--tokens", type=click.IntRange(TOKENS_MIN), default=512, show_default=True,
     help="Of the bundled text, for the levels layer, logits, decisions and task."
@@ -37,6 +36,7 @@ ANSWER_TOKENS_MAX = 256
     "--answer-tokens", type=click.IntRange(1, ANSWER_TOKENS_MAX), default=16, show_default=True,
     help="To generate for each prompt."
 )  # fmt: skip
+@click.option("--html", "page", type=click.Path(dir_okay=False, path_type=Path), help="Write the report as one page.")
 @common_options
 @pass_settings
 def equivalence(
@@ -48,6 +48,7 @@ def equivalence(
     tokens: int,
     prompts: int,
     answer_tokens: int,
+    page: Path | None,
 ) -> int:
     """Compare two backends of this machine on the same work, level by level. Needs no daemon.
 
@@ -57,6 +58,8 @@ def equivalence(
 
     The exit status is 0 if every level is within its tolerance, 1 if not.
     """
+    if page is not None and not os.access(page.absolute().parent, os.W_OK):  # minutes before it is needed
+        raise UsageError(f"{page} cannot be written", hint="Choose another --html.")
     # Before NumPy is loaded: with one thread the same machine gives the same bits, and on a busy one sooner.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from swarmnode.equivalence.run import run_equivalence
@@ -71,6 +74,10 @@ def equivalence(
             a, b, levels=levels or LEVELS, model=find, own_model=model is not None,
             tokens=tokens, prompts=prompts, answer_tokens=answer_tokens, progress=progress,
         )  # fmt: skip
+    if page is not None:
+        from swarmnode.equivalence.page import write_page
+
+        write_page(page, result)
     if settings.json:
         common.print_json(result)
     else:

@@ -7,6 +7,7 @@
     answers    greedy answers of both models: the level generation
     text       the text that models are compared on
     run        all of it, and the report
+    page       the report as a page to look at
 
 Figures and verdicts are in capabilities/equivalence.py, limits in capabilities/tolerances.py.
 """

@@ -1,0 +1,146 @@
+"""The report as one page without anything from elsewhere: verdicts, the drift's curve, the margins' histogram.
+
+Names of files and backends are whoever's: everything that is text goes through `escape`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, Final
+
+from backends.atomic_file import replacing
+from capabilities.errors import UsageError
+
+_WIDTH, _HEIGHT, _LEFT, _BELOW = 640, 240, 60, 24
+_CURVES: Final = (
+    ("pinned", "A and B, routing pinned", "#1f6feb"),
+    ("free", "A and B, routing free", "#8250df"),
+    ("noise_floor", "llama.cpp's own noise", "#9a9a9a"),
+)
+_STYLE: Final = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
+    "table{border-collapse:collapse;font-size:13px}td,th{padding:2px 10px;border-bottom:1px solid #ddd;text-align:left}"
+    ".pass{color:#1a7f37}.fail{color:#cf222e;font-weight:bold}text{font:11px system-ui,sans-serif}"
+)
+
+
+def write_page(path: Path, result: Mapping[str, Any]) -> None:
+    """Write what `run_equivalence` gave to `path`, whole or not at all.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
+    try:
+        with replacing(path) as partial:
+            partial.write_text(page_of(result), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}", hint="Choose another --html.") from error
+
+
+def page_of(result: Mapping[str, Any]) -> str:
+    levels = {level["level"]: level for level in result["levels"]}
+    title = escape(f"{result['a']} and {result['b']}")
+    parts = [f"<h1>{title}</h1>", f"<p>Model: {escape(result['model'] or 'none')}</p>", _verdicts(result["levels"])]
+    if "op" in levels:
+        parts += ["<h2>Operators</h2>", _operators(levels["op"])]
+    if "layer" in levels:
+        parts += ["<h2>Drift of the residual, relative, by layer</h2>", _drift(levels["layer"])]
+    if "decisions" in levels:
+        parts += ["<h2>Margins of the likeliest token, and flips</h2>", _margins(levels["decisions"])]
+    body = "\n".join(parts)
+    head = f"<meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
+    return f"<!doctype html><html lang=en><head>{head}</head><body>{body}</body></html>\n"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Cells are markup already."""
+    top = "".join(f"<th>{cell}</th>" for cell in head)
+    return (
+        f"<table><tr>{top}</tr>"
+        + "".join("<tr>" + "".join(f"<td>{c}</td>" for c in r) + "</tr>" for r in rows)
+        + ("</table>")
+    )
+
+
+def _word(passed: bool) -> str:
+    return '<span class="pass">pass</span>' if passed else '<span class="fail">fail</span>'
+
+
+def _verdicts(levels: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        (level["level"], _word(level["pass"]), _key_figure(level), escape(level["reason"] or "")) for level in levels
+    ]
+    return _table(("level", "", "", ""), rows)
+
+
+def _key_figure(level: Mapping[str, Any]) -> str:
+    match level["level"]:
+        case "op":
+            worst = max(level["ops"], key=lambda row: float(row["relative_l2"]))
+            return f"relative L2 at most {worst['relative_l2']:.1e} ({worst['op']} {worst['type'] or ''})"
+        case "layer":
+            return f"{level['pinned']['relative_l2'][-1]:.1e} after the last layer"
+        case "logits":
+            return f"mean KL {level['kl_mean']:.1e}"
+        case "decisions":
+            return f"{level['flips']} of {level['positions']} flipped, {level['flips_predicted']:.1f} predicted"
+        case "generation":
+            return f"{level['identical']} of {level['prompts']} answers the same"
+        case _:
+            return f"{level['nll_difference']:+.1e} nats a token, standard error {level['standard_error']:.1e}"
+
+
+def _operators(level: Mapping[str, Any]) -> str:
+    head = ("operator", "weights", "length", "largest", "relative L2", "cosine", "limit", "cause", "")
+    rows = [
+        (
+            row["op"], row["type"] or "", str(row["length"]), f"{row['max_abs_diff']:.1e}", f"{row['relative_l2']:.1e}",
+            f"{row['min_cosine']:.7f}", f"{row['tolerance']['median_relative_l2']:.1e}", row.get("cause") or "",
+            _word(row["pass"]),
+        )
+        for row in level["ops"]
+    ]  # fmt: skip
+    notes = "".join(f"<p>Left out: {escape(note)}</p>" for note in level["skipped"])
+    return _table(head, rows) + notes
+
+
+def _axes(highest: float, last: str, first: str) -> str:
+    return (
+        f'<line x1="{_LEFT}" y1="{_HEIGHT}" x2="{_WIDTH}" y2="{_HEIGHT}" stroke="#444"/>'
+        f'<line x1="{_LEFT}" y1="0" x2="{_LEFT}" y2="{_HEIGHT}" stroke="#444"/>'
+        f'<text x="2" y="12">{highest:.2g}</text><text x="2" y="{_HEIGHT}">0</text>'
+        f'<text x="{_LEFT}" y="{_HEIGHT + 16}">{first}</text>'
+        f'<text x="{_WIDTH}" y="{_HEIGHT + 16}" text-anchor="end">{last}</text>'
+    )
+
+
+def _svg(content: str) -> str:
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT + _BELOW}" width="{_WIDTH}" role="img">{content}</svg>'
+
+
+def _drift(level: Mapping[str, Any]) -> str:
+    curves = [(level[key]["relative_l2"], name, colour) for key, name, colour in _CURVES]
+    curves.append((level["tolerance"]["relative_l2"], "limit", "#cf222e"))
+    highest = max((max(values) for values, _, _ in curves), default=0.0) or 1.0
+    lines = []
+    for at, (values, name, colour) in enumerate(curves):
+        step = (_WIDTH - _LEFT) / max(len(values) - 1, 1)
+        points = " ".join(f"{_LEFT + i * step:.1f},{_HEIGHT * (1 - v / highest):.1f}" for i, v in enumerate(values))
+        lines.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        lines.append(f'<text x="{_LEFT + 10}" y="{14 + 14 * at}" fill="{colour}">{escape(name)}</text>')
+    return _svg(_axes(highest, f"layer {level['layers']}", "1") + "".join(lines))
+
+
+def _margins(level: Mapping[str, Any]) -> str:
+    found = level["margin_histogram"]
+    highest, step = max(*found["counts"], 1), (_WIDTH - _LEFT) / len(found["counts"])
+    bars = [
+        f'<rect x="{_LEFT + i * step:.1f}" y="{_HEIGHT * (1 - count / highest):.1f}" width="{step - 1:.1f}" '
+        f'height="{_HEIGHT * count / highest:.1f}" fill="{colour}"/>'
+        for counts, colour in ((found["counts"], "#b6d3fb"), (found["flipped"], "#cf222e"))
+        for i, count in enumerate(counts)
+    ]
+    note = f"<p>Red: flipped ({level['flips']}). Predicted: {level['flips_predicted']:.1f}.</p>"
+    return _svg(_axes(highest, f"{found['edges'][-1]:.2g} and more", "0") + "".join(bars)) + note
