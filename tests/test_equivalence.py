@@ -139,6 +139,27 @@ def test_kernels_and_reference_make_one_model() -> None:
     assert levels["decisions"]["routing"]["first"]["layer"] > 0  # the first router sees the same rows on both sides
 
 
+def compare_tiny(kind: str, *levels: str) -> dict[str, Any]:
+    return run_equivalence(
+        "ggml-cpu", "reference", levels=levels, model=lambda: tiny_file(kind, "q8_0"), own_model=True,
+        tokens=WINDOW, prompts=2, answer_tokens=3, progress=quiet,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["deepseek2", "gemma4", "grovemoe", "lfm2moe", "gpt-oss"])
+def test_other_architectures_are_compared_too(kind: str) -> None:
+    result = compare_tiny(kind, "layer", "generation")
+    assert result["pass"]
+    assert result["levels"][0]["free"]["relative_l2"][-1] > 0
+
+
+def test_an_architecture_that_cannot_be_traced_is_refused_with_what_can_be_compared() -> None:
+    with pytest.raises(UnsupportedModel, match="cannot be traced") as caught:
+        compare_tiny("step35", "layer")
+    assert "op and generation" in str(caught.value.hint)
+    assert compare_tiny("step35", "generation")["pass"]
+
+
 def test_another_function_fails_at_every_level_that_judges_numbers() -> None:
     levels = models("ggml-cpu", f"{WRONG}WrongExpert")
     assert not levels["layer"]["pass"]
@@ -373,4 +394,6 @@ def test_the_command_writes_a_page_where_it_is_told_to(tmp_path: Path, capfd: py
     of_tiny = ("--level", "logits", "--tokens", "64", "--model", str(tiny_file("olmoe", "q8_0")))
     assert run(capfd, "ggml-cpu", "ggml-cpu", *of_tiny, "--html", str(page))[0] == 0
     assert page.read_text().startswith("<!doctype html>")
-    assert run(capfd, "ggml-cpu", "ggml-cpu", *of_tiny, "--html", str(page / "below.html"))[0] == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("swarmnode.equivalence.run.run_equivalence", None)  # it is refused before anything is computed
+        assert run(capfd, "ggml-cpu", "ggml-cpu", *of_tiny, "--html", str(page / "below.html"))[0] == 2

@@ -58,7 +58,8 @@ def equivalence(
 
     The exit status is 0 if every level is within its tolerance, 1 if not.
     """
-    if page is not None and not os.access(page.absolute().parent, os.W_OK):  # minutes before it is needed
+    folder = page and page.absolute().parent
+    if folder and not (folder.is_dir() and os.access(folder, os.W_OK)):  # minutes before it is needed
         raise UsageError(f"{page} cannot be written", hint="Choose another --html.")
     # Before NumPy is loaded: with one thread the same machine gives the same bits, and on a busy one sooner.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
