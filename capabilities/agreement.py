@@ -28,19 +28,26 @@ MEDIAN_LIMIT_F16: Final = 2e-2
 # median row and 2.5e-2 in the worst. A scale that is missing, or another expert, is 5e-2 and more.
 SAME_MEDIAN_LIMIT: Final = 3e-2
 SAME_WORST_LIMIT: Final = 1e-1
+# Of the gain: as many standard deviations as never happen by chance, and what the worst kernels are off in any case.
+GAIN_SIGMAS: Final = 6.0
+GAIN_MIN: Final = 4e-4
 # BF16 products round both factors to 8 bits of mantissa.
 _TYPE_F16, _TYPE_BF16 = 1, 30
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Differences between two [rows, width] results. Relative errors are L2 norms over a row."""
+    """Differences between two [rows, width] results. Relative errors are L2 norms over a row.
+
+    gain_excess: how much larger all values are on the whole, or smaller, as a multiple of what rounding can explain.
+    """
 
     bit_identical: bool
     max_abs_diff: float
     median_relative_l2: float
     worst_relative_l2: float
     min_cosine: float
+    gain_excess: float = 0.0
 
 
 def compare(actual: F32, expected: F32) -> Agreement:
@@ -60,7 +67,18 @@ def compare(actual: F32, expected: F32) -> Agreement:
         float(np.median(relative)),
         float(relative.max()),
         float(np.nan_to_num(cosine, nan=0.0).min()),
+        _gain_excess(a, e, float(np.median(relative))),
     )
+
+
+def _gain_excess(a: NDArray[np.float64], e: NDArray[np.float64], relative: float) -> float:
+    """Of N values with independent errors of this relative size the gain <a, e> / <e, e> is off by relative / sqrt(N)
+    (one standard deviation)."""
+    energy = float((e * e).sum())
+    if not energy or not np.isfinite(relative):
+        return 0.0
+    explained = GAIN_SIGMAS * relative / float(np.sqrt(e.size)) + GAIN_MIN
+    return abs(float((a * e).sum()) / energy - 1.0) / explained
 
 
 def within_tolerance(agreement: Agreement, weight_types: frozenset[int]) -> bool:
@@ -75,5 +93,12 @@ def within_tolerance(agreement: Agreement, weight_types: frozenset[int]) -> bool
 def same_function(agreement: Agreement) -> bool:
     """Whether two backends compute the same function, however they round."""
     return (
-        agreement.median_relative_l2 <= SAME_MEDIAN_LIMIT and agreement.worst_relative_l2 <= SAME_WORST_LIMIT
+        agreement.median_relative_l2 <= SAME_MEDIAN_LIMIT
+        and agreement.worst_relative_l2 <= SAME_WORST_LIMIT
     )  # of what is not finite neither holds
+
+
+def one_sided(agreement: Agreement) -> bool:
+    """Whether the differences all go one way, as those of a wrong scale do, and of sums in half precision (which lose
+    small terms), but not those of rounding."""
+    return agreement.gain_excess > 1.0

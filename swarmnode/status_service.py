@@ -117,9 +117,8 @@ class NodeStatus:
     def with_own(self, mesh: Status) -> Status:
         """A leader's view with what this node knows itself; findings are those of both."""
         own = self._own()
-        findings = {(each.get("kind"), each.get("peer")): each for each in _objects(mesh.get("findings"))}
-        findings |= {(each["kind"], each["peer"]): each for each in own["findings"]}
-        return {**mesh, **own, "findings": list(findings.values())}
+        theirs = [each for each in _objects(mesh.get("findings")) if each not in own["findings"]]
+        return {**mesh, **own, "findings": [*own["findings"], *theirs]}
 
     def _own(self) -> Status:
         """What stands in every answer of this node, whoever knows the rest."""

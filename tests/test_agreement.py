@@ -18,6 +18,7 @@ from capabilities.agreement import (
     WORST_LIMIT,
     Agreement,
     compare,
+    one_sided,
     same_function,
     within_tolerance,
 )
@@ -148,3 +149,14 @@ def test_other_roundings_are_the_same_function(quantisation: str, accumulate: Li
         layer = model.load(backend)
         results.append(backend.compute(layer.layer, rows(100, layer.n_in), ids, ids % 8))
     assert same_function(compare(results[1], results[0]))
+
+
+@pytest.mark.parametrize("relative", [1e-6, 1e-3, 1.8e-2])
+def test_a_wrong_scale_is_told_from_rounding(relative: float) -> None:
+    """Rounding goes either way. The same distance all in one direction is another function."""
+    random = np.random.default_rng(5)
+    expected = random.standard_normal((8, 64), np.float32)
+    rounded = expected * (1 + np.float32(relative) * random.standard_normal((8, 64), np.float32))
+    assert not one_sided(compare(rounded, expected))
+    for scale in (1 + max(relative, 1e-3), 1 - max(relative, 1e-3)):
+        assert one_sided(compare(expected * np.float32(scale), expected))

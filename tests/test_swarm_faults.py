@@ -504,7 +504,7 @@ def silent(head: DispatchHead, y: np.ndarray[Any, Any]) -> None:
 
 
 SPOILED = {
-    scaled: "out of tolerance", swapped: "computes something else", one_wrong_expert: "computes something else",
+    scaled: "computes something else", swapped: "computes something else", one_wrong_expert: "computes something else",
     not_finite: "not finite", too_many_rows: "not an integer in", too_few_bytes: "bytes", another_sequence: "not open",
     answered_twice: "not open", huge_length: "announced", junk: "announced", refuses: "refused", silent: "owes",
 }  # fmt: skip

@@ -19,6 +19,7 @@ import trio
 from backends.activations import quantize_q8_0
 from backends.experts import F32
 from backends.manifest import LayerExperts, Manifest
+from capabilities.agreement import Agreement, one_sided
 from capabilities.errors import SwarmError
 from capabilities.precision import Precision
 from capabilities.row_check import ROWS_MIN
@@ -27,7 +28,7 @@ from scheduler.service_checks import STRIKES, Check, ServiceChecks
 from swarmnode.leader.coverage import Coverage
 from swarmnode.leader.link import PeerLink
 from swarmnode.leader.members import Member, Members
-from swarmnode.leader.probe import ProbeReference, ask_rows
+from swarmnode.leader.probe import ProbeReference, ask_rows, something_else
 from swarmnode.leader.remote_experts import RemoteExperts
 from swarmnode.net.interface import PeerId
 
@@ -50,11 +51,14 @@ class Imprecise(SwarmError):
 
 
 async def imprecision(
-    link: PeerLink, reference: ProbeReference, manifest: Manifest, share: Placement, seed: int
+    link: PeerLink, reference: ProbeReference, manifest: Manifest, share: Placement, agreement: Agreement, seed: int
 ) -> Imprecise | None:
     """Why a worker whose numbers are out of tolerance is unfit; None if only its rounding of activations is another.
 
+    agreement: of what the probe found, all rows together.
+
     Raises:
+        ExpertsUnavailable: it does not round otherwise: it computes something else.
         SwarmError: the worker does not answer, or an expert cannot be had here.
     """
     held = share.held_by(str(link.peer))
@@ -68,6 +72,8 @@ async def imprecision(
         ids = np.full(ROWS, expert, np.int32)
         answer = await ask_rows(link, crafted.x, rows, ids, layer, share.term, share.epoch, ask_f32=True)
         found = await crafted.judge(answer)
+        if found is not Precision.F16 and one_sided(agreement):
+            raise something_else(link, layer, [expert], "rows", agreement)
         if found is not Precision.F32:
             how = "adds in half precision" if found is Precision.F16 else "rounds in a way that is not known here"
             return Imprecise(

@@ -207,7 +207,14 @@ def _compare(
     within = within_tolerance(agreement, frozenset(tensor.type for tensor in layer.tensors))
     if within or same_function(agreement):
         return Probed(agreement, within)
-    raise ExpertsUnavailable(
+    raise something_else(link, layer, experts, what, agreement)
+
+
+def something_else(
+    link: PeerLink, layer: LayerExperts, experts: Sequence[int], what: str, agreement: Agreement
+) -> ExpertsUnavailable:
+    """The error for a worker whose `what` (rows, sums) are not those of the model."""
+    return ExpertsUnavailable(
         f"peer {link.name} computes something else than layer {layer.layer} of the model: its {what} differ by"
         f" {agreement.median_relative_l2:.2g} (median relative L2) and {agreement.worst_relative_l2:.2g} at worst",
         hint="Compare its version and model with the leader's; it gets no work until the probe passes.",
@@ -229,6 +236,7 @@ def _worse_agreement(a: Agreement, b: Agreement) -> Agreement:
         max(a.median_relative_l2, b.median_relative_l2),
         max(a.worst_relative_l2, b.worst_relative_l2),
         min(a.min_cosine, b.min_cosine),
+        max(a.gain_excess, b.gain_excess),
     )
 
 

@@ -156,7 +156,9 @@ class Prover:
             ask_f32=self._ask_f32,
         )
         if not probed.within and member.unfit is None:
-            member.unfit = await imprecision(link, self._reference, self._manifest, share, share.epoch)
+            member.unfit = await imprecision(
+                link, self._reference, self._manifest, share, probed.agreement, share.epoch
+            )
         member.agreement = probed.agreement
 
     async def _probe_when_idle(self, member: Member) -> None:
