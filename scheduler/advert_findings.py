@@ -16,6 +16,9 @@ from scheduler.advert_book import AdvertBook, PeerNotes
 
 SKEW_S: Final = 60  # a message may be underway for seconds; certificates and logs mind minutes
 CLOCKS_MIN: Final = 3  # of others, before their majority says that this node's clock is the wrong one
+CLONED_HINT: Final = (
+    "A data folder was copied: on one of the machines, stop the daemon, remove identity.key and join again."
+)
 _UNREACHED_MAX: Final = 256
 _TEXT_CHARS_MAX: Final = 200
 
@@ -85,13 +88,13 @@ def findings(
 
 
 def _clones(book: AdvertBook, peers: dict[str, PeerNotes], now: float) -> Iterator[Finding]:
-    hint = "A data folder was copied: on one of the machines, stop the daemon, remove identity.key and join again."
     if book.own_is_cloned(now):
         message = "another daemon uses this node's identity at the same time"
-        yield Finding(FindingKind.CLONED_IDENTITY, book.own.peer, message, hint)
+        yield Finding(FindingKind.CLONED_IDENTITY, book.own.peer, message, CLONED_HINT)
     for peer, known in peers.items():
         if known.cloned is not None:
-            yield Finding(FindingKind.CLONED_IDENTITY, peer, "two daemons use this peer's identity in turn", hint)
+            message = "two daemons use this peer's identity in turn"
+            yield Finding(FindingKind.CLONED_IDENTITY, peer, message, CLONED_HINT)
 
 
 def _clocks(me: str, peers: dict[str, PeerNotes]) -> Iterator[Finding]:

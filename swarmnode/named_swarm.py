@@ -32,7 +32,7 @@ from swarmnode.pinger import serve_pings
 from swarmnode.shards.service import ShardService
 from swarmnode.shards.serving import Serving
 from swarmnode.status import LeaderStatus, NodeFacts, NoMesh, Status
-from swarmnode.status_service import NodeStatus, ask_leader, serve_status
+from swarmnode.status_service import NodeStatus, ask_leader, placement_request, serve_status
 from swarmnode.swarm.record import peer_of
 from swarmnode.worker.service import Worker
 
@@ -132,7 +132,7 @@ class NamedWorkerNode(_NamedNode):
         return await self._view.view()
 
     async def placement(self, without: str | None) -> Mapping[str, Any]:
-        request = {"kind": "placement"} if without is None else {"kind": "placement", "without": without}
+        request = placement_request(without)
         return await ask_leader(self._network, self._leader, request)
 
     def check_may_add(self) -> None:

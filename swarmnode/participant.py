@@ -50,7 +50,7 @@ from swarmnode.shards.borrowing import Borrowing
 from swarmnode.shards.service import ShardService
 from swarmnode.shards.serving import Serving
 from swarmnode.status import LeaderStatus, Status
-from swarmnode.status_service import NodeStatus, ask_leader, serve_status
+from swarmnode.status_service import NodeStatus, ask_leader, placement_request, serve_status
 from swarmnode.swarm.admission import AdmissionService
 from swarmnode.swarm.advert_node import OpenDht, SwarmAdverts, open_swarm_adverts
 from swarmnode.swarm.commands import RunningSwarm
@@ -356,7 +356,7 @@ class Participant:
         raise UsageError(f"a leader answers no request of kind {request['kind']!r}")
 
     async def placement(self, without: str | None) -> Status:
-        request = {"kind": "placement"} if without is None else {"kind": "placement", "without": without}
+        request = placement_request(without)
         if self.leader is not None:
             return await self._answer(request)
         return await ask_leader(self._network, self.watch, request)

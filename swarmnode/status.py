@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from scheduler.advert_findings import Finding, FindingKind
+from scheduler.advert_findings import CLONED_HINT, Finding, FindingKind
 from swarmnode.config import Config
 from swarmnode.leader.members import Member
 from swarmnode.leader.service import Leader
@@ -127,9 +127,8 @@ def peer_row(peer: str, name: str, state: str, backends: list[Status], **more: A
 
 
 def _cloned(member: Member) -> Status:
-    hint = "A data folder was copied: on one of the machines, stop the daemon, remove identity.key and join again."
     message = f"two daemons use the identity of {member.name} in turn"
-    return dict(Finding(FindingKind.CLONED_IDENTITY, str(member.peer), message, hint).to_json())
+    return dict(Finding(FindingKind.CLONED_IDENTITY, str(member.peer), message, CLONED_HINT).to_json())
 
 
 class LeaderStatus:

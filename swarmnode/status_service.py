@@ -51,6 +51,11 @@ def serve_status(network: ServesProtocols, answer: Answer) -> None:
     network.serve(PROTOCOL, handle, max_streams_per_peer=limits.STATUS_STREAMS_PER_PEER_MAX)
 
 
+def placement_request(without: str | None) -> dict[str, str]:
+    """What to ask a leader for `swarmctl placement`; `without`: what the loss of that peer would cost, too."""
+    return {"kind": "placement"} if without is None else {"kind": "placement", "without": without}
+
+
 async def ask_leader(network: Network, view: LeaderView, request: Mapping[str, Any]) -> Status:
     """The leader's answer.
 
@@ -157,11 +162,11 @@ class NodeStatus:
         }
 
     def _held(self) -> int:
-        held = None if self._worker is None else self._worker.epochs.current or self._worker.epochs.prepared
+        held = None if self._worker is None else self._worker.serving
         return 0 if held is None else held.experts_held
 
     def _used(self) -> int:
-        held = None if self._worker is None else self._worker.epochs.current or self._worker.epochs.prepared
+        held = None if self._worker is None else self._worker.serving
         return 0 if held is None else held.bytes_held
 
     def _local(self, worker: Worker) -> Status:

@@ -20,7 +20,7 @@ from swarmnode.member_messages import Hello
 from swarmnode.net.interface import Network, PeerId
 from swarmnode.pinger import PeerWatch
 from swarmnode.shards.store import ShardCache
-from swarmnode.worker.epochs import Epochs
+from swarmnode.worker.epochs import Epochs, ExpertSet
 from swarmnode.worker.experts_service import ExpertsService
 from swarmnode.worker.loader import Loader
 from swarmnode.worker.membership import Membership
@@ -81,6 +81,11 @@ class Worker:
         self.membership.set_draining(draining)
 
     @property
+    def serving(self) -> ExpertSet | None:
+        """The set that answers, or, before the first one has begun, the one that is prepared."""
+        return self.epochs.current or self.epochs.prepared
+
+    @property
     def bytes_held(self) -> int:
         """Of experts in memory, of both sets where there are two."""
         return sum(held.bytes_held for held in (self.epochs.current, self.epochs.prepared) if held is not None)
@@ -92,7 +97,7 @@ class Worker:
 
     def held(self) -> tuple[tuple[str, Mapping[int, tuple[int, ...]]], ...]:
         """What could be computed now: a manifest's id, and experts of its layers."""
-        serving = self.epochs.current or self.epochs.prepared
+        serving = self.serving
         return () if serving is None or not serving.loaded else ((serving.manifest, serving.wanted),)
 
     @property
