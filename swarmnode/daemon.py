@@ -15,15 +15,12 @@ import structlog
 import trio
 
 from backends.ggml import allow_wide_kernels
-from capabilities.errors import UsageError
 from swarmnode.config import Config
 from swarmnode.control import serve_control
 from swarmnode.handlers import Handlers
 from swarmnode.identity import Identity, load_or_create_identity, lock_data_folder
 from swarmnode.named_swarm import NamedLeaderNode, NamedWorkerNode
-from swarmnode.net.interface import ListenFailed
-from swarmnode.net.libp2p_host import open_libp2p_network
-from swarmnode.node import Node
+from swarmnode.node import Node, open_own_network
 from swarmnode.paths import Paths
 from swarmnode.threads import claim_threads
 
@@ -40,11 +37,7 @@ def run(config: Config, paths: Paths) -> None:
     if config.leader.fast:
         allow_wide_kernels()
     with lock_data_folder(paths.data), claim_threads(config.compute.threads) as threads:
-        try:
-            trio.run(_main, config, paths, load_or_create_identity(paths.data), threads)
-        except ListenFailed as error:
-            hint = "Another program may use the port: change node.listen, or end that program."
-            raise UsageError(str(error), hint=hint) from error
+        trio.run(_main, config, paths, load_or_create_identity(paths.data), threads)
 
 
 async def _main(config: Config, paths: Paths, identity: Identity, threads: int) -> None:
@@ -61,7 +54,7 @@ async def _main(config: Config, paths: Paths, identity: Identity, threads: int) 
 
 
 async def _run_named(config: Config, paths: Paths, identity: Identity, threads: int) -> None:
-    async with open_libp2p_network(identity, config.node.listen) as network, trio.open_nursery() as nursery:
+    async with open_own_network(identity, config) as network, trio.open_nursery() as nursery:
         nursery.start_soon(_stop_on_signal, nursery.cancel_scope)  # the network is there until all else has ended
         node: NamedLeaderNode | NamedWorkerNode
         if config.swarm.role == "leader":

@@ -38,6 +38,21 @@ _END_S: Final = 8.0  # a step that runs has 5 s to end
 _log = structlog.get_logger(__name__)
 
 
+@asynccontextmanager
+async def open_own_network(
+    identity: Identity, config: Config, *, psk: bytes | None = None
+) -> AsyncIterator[Libp2pNetwork]:
+    """Listen where the configuration says. UsageError where that cannot be: the daemon ends with it."""
+    async with AsyncExitStack() as stack:
+        opening = open_libp2p_network(identity, config.node.listen, psk=psk)
+        try:
+            network = await stack.enter_async_context(opening)
+        except ListenFailed as error:
+            hint = "Another program may use the port: change node.listen, or end that program."
+            raise UsageError(str(error), hint=hint) from error
+        yield network
+
+
 class Node:
     """See the module. It is what the commands need, too (handlers.Services). Make it with `open`."""
 
@@ -84,7 +99,7 @@ class Node:
                     nursery.cancel_scope.cancel()
 
     async def _take_part(self, record: SwarmRecord) -> None:
-        async with self._open_network(record) as network:
+        async with open_own_network(self._identity, self._config, psk=record.psk) as network:
             part = Participant(
                 network,
                 self._config,
@@ -103,18 +118,6 @@ class Node:
             finally:
                 self._participant = None
                 self._part_ended.set()
-
-    @asynccontextmanager
-    async def _open_network(self, record: SwarmRecord) -> AsyncIterator[Libp2pNetwork]:
-        """Raises UsageError if an address cannot be listened on: the daemon ends with that."""
-        async with AsyncExitStack() as stack:
-            opening = open_libp2p_network(self._identity, self._config.node.listen, psk=record.psk)
-            try:
-                network = await stack.enter_async_context(opening)
-            except ListenFailed as error:
-                hint = "Another program may use the port: change node.listen, or end that program."
-                raise UsageError(str(error), hint=hint) from error
-            yield network
 
     async def goodbye(self) -> None:
         """Before this daemon ends, or leaves its swarm: see Participant.goodbye. Then the part ends, and only then the

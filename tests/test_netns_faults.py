@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.netns.bed import NoNamespaces
 from tests.netns.faults import play
+from tests.netns.skipping import skipping_without_namespaces
 from tests.netns.swarm import Stage, four_layers
 
 MAX_TOKENS = 16
@@ -33,10 +33,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 @pytest.mark.timeout(300)  # the first one makes the swarm
 @pytest.mark.parametrize(("case", "number"), ROUNDS + LONGER)
 def test_an_answer_survives(stage: Stage, case: str, number: int) -> None:
-    try:
+    with skipping_without_namespaces():
         swarm = stage.swarm()
-    except NoNamespaces as error:
-        pytest.skip(str(error))
     outcome = play(swarm, case, number, MAX_TOKENS, NAP_SECONDS)
     if outcome.back_s is None:
         stage.drop()

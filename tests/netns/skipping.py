@@ -12,10 +12,17 @@ from tests.netns.bed import Bed, NoNamespaces
 
 
 @contextmanager
+def skipping_without_namespaces() -> Iterator[None]:
+    """Skips, with the reason, where namespaces cannot be made."""
+    try:
+        yield
+    except NoNamespaces as error:
+        pytest.skip(str(error))
+
+
+@contextmanager
 def bed_or_skip(n: int, **options: Any) -> Iterator[Bed]:
     with ExitStack() as held:
-        try:
+        with skipping_without_namespaces():
             bed = held.enter_context(Bed(n, **options))
-        except NoNamespaces as error:
-            pytest.skip(str(error))
         yield bed
