@@ -11,7 +11,7 @@ case and the number of the round, so that a round can be repeated.
 | stop | SIGSTOP; SIGCONT after the answer |
 | nap | the same for a minute: a laptop that sleeps |
 | cut | no link to any other host |
-| part | it and another peer are parted from the rest, which has the majority of the backbone |
+| part | it and another peer are parted from the rest, which has a majority and every expert |
 """
 
 from __future__ import annotations
@@ -71,11 +71,12 @@ class Cast:
     """Who plays what in a round."""
 
     victim: BedNode
-    companion: BedNode  # parted from the rest with the victim
+    companion: BedNode | None  # parted from the rest with the victim
     asker: BedNode
 
     @classmethod
     def draw(cls, swarm: BedSwarm, role: str, chance: Random) -> Cast:
+        """Without a companion where the rest would miss one to answer: a majority, or some expert."""
         leader = swarm.leader
         rows = {row["name"]: row for row in leader.status()["peers"]}
         others = [node for node in swarm.nodes if node is not leader]
@@ -83,9 +84,14 @@ class Cast:
         victim = leader if role == "leader" else chance.choice(holders)
         votes = {name for name, row in rows.items() if "backbone" in row["roles"]}
         free = [node for node in others if node is not victim]
-        companion = chance.choice([node for node in free if not {node.name, victim.name} <= votes])
+        spared = [n for n in free if not {n.name, victim.name} <= votes and swarm.can_spare([n, victim])]
+        companion = chance.choice(spared) if spared else None
         asker = chance.choice([node for node in free if node is not companion])
         return cls(victim, companion, asker)
+
+    @property
+    def minority(self) -> list[BedNode]:
+        return [self.victim] if self.companion is None else [self.victim, self.companion]
 
 
 def strike(swarm: BedSwarm, cast: Cast, kind: str) -> None:
@@ -97,7 +103,7 @@ def strike(swarm: BedSwarm, cast: Cast, kind: str) -> None:
     elif kind == "cut":
         swarm.bed.cut_off(victim.host)
     else:
-        minority = {victim.host, cast.companion.host}
+        minority = {node.host for node in cast.minority}
         swarm.bed.part(minority, set(range(swarm.bed.n)) - minority)
 
 
@@ -136,7 +142,7 @@ def play(swarm: BedSwarm, case: str, number: int, max_tokens: int, nap_s: float 
     came, tokens, error = watch(cast.asker, params, at, fault)
     faults: list[str] = []
     if kind == "part":
-        faults += [fault for node in (cast.victim, cast.companion) for fault in alone(node)]
+        faults += [fault for node in cast.minority for fault in alone(node)]
     if kind == "nap":
         time.sleep(max(0.0, struck[0] + nap_s - time.time()))
     mend(swarm, cast.victim, kind)
@@ -170,7 +176,7 @@ def elected_after(swarm: BedSwarm, cast: Cast, since_s: float) -> float | None:
     """Seconds until each of those who were not struck had said in its log who leads next; None if one never did."""
     seconds = []
     for node in swarm.nodes:
-        if node not in (cast.victim, cast.companion):
+        if node not in cast.minority:
             known = [line for line in logged(node, "leader.known") if line["leader"] and _instant_s(line) > since_s]
             if not known:
                 return None

@@ -134,6 +134,17 @@ class BedSwarm:
 
     # -- looking ------------------------------------------------------------------------------------------------
 
+    def can_spare(self, lost: Collection[BedNode]) -> bool:
+        """Whether the others have every expert: of their own, or from the first node, which has the model's file."""
+        if self.nodes[0] not in lost:
+            return True
+        held: dict[bool, set[tuple[int, int]]] = {True: set(), False: set()}
+        names = {node.name for node in lost}
+        for peer in self.leader.swarmctl("placement")["peers"]:
+            experts = {(layer["layer"], expert) for layer in peer["held"] for expert in layer["experts"]}
+            held[peer["name"] in names] |= experts
+        return held[True] <= held[False]
+
     @property
     def leader(self) -> BedNode:
         """Whom the others say leads, once some node says so."""
