@@ -38,6 +38,7 @@ class Record(Protocol):
 
 
 R = TypeVar("R", bound=Record)
+W = TypeVar("W", bound=str)
 
 
 def pack(value: Plain) -> bytes:
@@ -105,6 +106,21 @@ class Fields:
         if type(value) is not bool:
             raise self._mistake(name, value, "true or false")
         return value
+
+    def text(self, name: str, bytes_max: int) -> str:
+        """A text of up to `bytes_max` bytes of UTF-8."""
+        value = self._next()
+        if type(value) is not str or len(value.encode(errors="replace")) > bytes_max:
+            raise self._mistake(name, value, f"a text of up to {bytes_max} bytes")
+        return value
+
+    def word(self, name: str, words: tuple[W, ...]) -> W:
+        """One of `words`."""
+        value = self._next()
+        for word in words:
+            if value == word:
+                return word
+        raise self._mistake(name, value, f"one of {', '.join(words)}")
 
     def blob(self, name: str, bytes_max: int, bytes_min: int = 0) -> bytes:
         """bytes_min..bytes_max bytes."""

@@ -11,11 +11,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
 
 from capabilities.errors import NotReady
+from capabilities.verdict import Fitness
 
-Fitness = Literal["fit", "unfit", "quarantined"]
 OUTPUT_RANKS_SHARE = 4  # one in so many layers, counted from the output, is an output rank unless it is said otherwise
 
 

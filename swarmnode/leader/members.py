@@ -16,8 +16,8 @@ import trio
 
 from capabilities.agreement import Agreement
 from capabilities.errors import PeerMistake, SwarmError, UsageError
+from capabilities.verdict import Fitness
 from scheduler.liveness import PeerState
-from scheduler.placement import Fitness
 from swarmnode import limits
 from swarmnode.leader.link import PeerLink
 from swarmnode.member_messages import (
