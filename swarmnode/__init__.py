@@ -25,6 +25,7 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
     self_description                                    what this node's advert says
     config, paths, logs, identity, durable, threads     what a daemon has on its machine (printable, version, machine)
     local_experts, local_swarm, undivided, demo, bench  whole swarms on one machine, and llama.cpp beside them
+    top                                                 what two statuses say of the time between them
     equivalence                                         how closely two backends of this machine agree
     local_founding                                      the records of such a swarm
     bootstrap                                           set-up, on the standard library alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
+from capabilities.advert import LOAD_MAX
 from scheduler.advert_book import PeerView
 from scheduler.advert_findings import Finding, FindingKind
 from swarmnode.measured import Measured, backends_json
@@ -23,6 +24,7 @@ class SwarmMesh:
         adverts: Callable[[], SwarmAdverts | None],
         measured: Callable[[], Measured],
         leader: Callable[[], str | None],
+        load: Callable[[], int],
         cannot_vote: Callable[[], Mapping[str, str]],
     ) -> None:
         self._me = me
@@ -30,6 +32,7 @@ class SwarmMesh:
         self._adverts = adverts
         self._measured = measured
         self._leader = leader
+        self._load = load
         self._cannot_vote = cannot_vote
 
     @property
@@ -45,6 +48,12 @@ class SwarmMesh:
             return self._measured().backends_json()
         view = self._views().get(peer)
         return [] if view is None else backends_json(view.advert.content.backends)
+
+    def load(self, peer: str) -> float | None:
+        if peer == self._me:
+            return self._load() / LOAD_MAX
+        view = self._views().get(peer)
+        return None if view is None else view.load / LOAD_MAX
 
     def others(self, known: Collection[str]) -> list[Status]:
         return [self._row(peer, view) for peer, view in sorted(self._views().items()) if peer not in known]
@@ -71,6 +80,7 @@ class SwarmMesh:
             experts_held=sum(held.count for held in said.held),
             memory={"used_bytes": said.memory_used, "budget_bytes": said.memory_budget},
             version=said.version,
+            load=view.load / LOAD_MAX,
         )
 
 
@@ -87,4 +97,3 @@ def roles(record: SwarmRecord | None, peer: str, *, leads: bool, works: bool) ->
     backbone = record is not None and peer in record.backbone.peers
     named = {"leader": leads, "backbone": backbone, "worker": works}
     return [name for name, is_so in named.items() if is_so]
-

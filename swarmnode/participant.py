@@ -1,15 +1,15 @@
 """This node's part in its swarm: everything that runs from joining to leaving, on one page.
 
-    adverts      who is there, by what they say; the owner's news            swarm/advert_node.py
-    dialer       connections to the backbone                                 backbone/dialer.py
-    election     votes, and who leads as this node's election sees it        backbone/election_service.py
-    leadership   this node's word to the members                             backbone/leadership_service.py
-    watch        who leads: whom the worker obeys, where prompts go          backbone/leader_watch.py
-    admission    newcomers with an invite                                    swarm/admission.py
-    shards       what this node holds, to whoever fetches it                 shards/serving.py
-    worker       experts: assigned, loaded, computed                         worker/service.py
-    candidate    whether this node may lead, and with which model            candidate.py
-    leader       while it does                                               leader/service.py
+adverts      who is there, by what they say; the owner's news            swarm/advert_node.py
+dialer       connections to the backbone                                 backbone/dialer.py
+election     votes, and who leads as this node's election sees it        backbone/election_service.py
+leadership   this node's word to the members                             backbone/leadership_service.py
+watch        who leads: whom the worker obeys, where prompts go          backbone/leader_watch.py
+admission    newcomers with an invite                                    swarm/admission.py
+shards       what this node holds, to whoever fetches it                 shards/serving.py
+worker       experts: assigned, loaded, computed                         worker/service.py
+candidate    whether this node may lead, and with which model            candidate.py
+leader       while it does                                               leader/service.py
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ class Participant:
             lambda: self._adverts,
             lambda: parts.measuring.current,
             leader=lambda: _peer(self.watch),
+            load=self.worker.load,
             cannot_vote=lambda: self.watch.cannot_vote,
         )
         self._status = NodeStatus(network, self.watch, parts.facts, self._mesh, self.worker, lambda: self.watch.term)
@@ -183,7 +184,7 @@ class Participant:
             self._store,
             self._identity,
             self._describe,
-            self._load,
+            self.worker.load,
             open_dht=self._open_dht,
             lan=self._config.swarm.mdns,
         ) as adverts:
@@ -317,9 +318,6 @@ class Participant:
         if state.phase in ("fetching", "loading"):
             return Phase.LOADING
         return Phase.READY if self.worker.held() else Phase.JOINING
-
-    def _load(self) -> int:
-        return 0
 
     def _addresses_of(self, peer: str) -> Sequence[str]:
         if self._adverts is not None:

@@ -58,6 +58,9 @@ class Mesh(Protocol):
     def backends(self, peer: str) -> list[Status]:
         """As its advert says; empty if there is none."""
 
+    def load(self, peer: str) -> float | None:
+        """Its kernels' share of the recent time, 0 to 1, by its last heartbeat; None if it has said nothing."""
+
     def others(self, known: Collection[str]) -> list[Status]:
         """A row for each peer that was heard, but for those."""
 
@@ -77,6 +80,9 @@ class NoMesh:
 
     def backends(self, peer: str) -> list[Status]:
         return []
+
+    def load(self, peer: str) -> float | None:
+        return None
 
     def others(self, known: Collection[str]) -> list[Status]:
         return []
@@ -120,6 +126,7 @@ def peer_row(peer: str, name: str, state: str, backends: list[Status], **more: A
         "progress": None,
         "memory": {"used_bytes": 0, "budget_bytes": 0},
         "rtt_ms": None,
+        "load": None,
         "version": VERSION,
         "error": None,
         **more,
@@ -176,6 +183,7 @@ class LeaderStatus:
             roles=self._mesh.roles(me, leads=True, works=member is not None),
             fitness="fit",
             rtt_ms=0.0,
+            load=self._mesh.load(me),
             memory=row.get("memory", {"used_bytes": 0, "budget_bytes": f.memory_budget_bytes}),
             **{key: row[key] for key in ("experts_held", "progress", "error") if key in row},
         )
@@ -204,6 +212,7 @@ class LeaderStatus:
                 "budget_bytes": hello.memory_budget_bytes,
             },
             rtt_ms=self._leader.members.watch.rtt_ms(member.peer) if member.stream_up else None,
+            load=self._mesh.load(peer) if member.stream_up else None,
             rows_per_s=None if link is None else link.rate.rows_per_s,
             dispatches=0 if link is None else link.statistics.dispatches,
             bit_identical_to_leader=None if member.agreement is None else member.agreement.bit_identical,
@@ -226,4 +235,10 @@ class LeaderStatus:
             "combine": active.combine,
             "coverage": {"min_copies": fewest, "missing": missing},
             "degraded": list(active.placer.wrong_outputs()),
+            "layers": {
+                "computed": active.remote.timing.layers,
+                "round_trip_s": round(active.remote.timing.round_trip_s, 6),
+                "decode_computed": active.remote.timing.decode_layers,
+                "decode_round_trip_s": round(active.remote.timing.decode_round_trip_s, 6),
+            },
         }

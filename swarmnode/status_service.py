@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import trio
 
+from capabilities.advert import LOAD_MAX
 from capabilities.errors import NoLeader, PeerMistake, SwarmError
 from swarmnode import limits
 from swarmnode.leadership import LeaderView
@@ -145,6 +146,7 @@ class NodeStatus:
             self._mesh.backends(me) or [unknown_backend(f.backend, f.device)],
             roles=self._mesh.roles(me, leads=False, works=works),
             experts_held=self._held(),
+            load=self._mesh.load(me),
             memory={"used_bytes": self._used(), "budget_bytes": f.memory_budget_bytes},
         )
         return {
@@ -179,6 +181,7 @@ class NodeStatus:
             "refused": s.refused,
             "last_refusal": s.last_refusal or None,
             "rows_per_s": round(s.rows_per_s, 1),
+            "load": worker.load() / LOAD_MAX,
             "network": network_status(self._network),
         }
 

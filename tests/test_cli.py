@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
 import re
+import shlex
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 import types
@@ -24,6 +28,7 @@ from swarmnode.cli import common, ctl, daemon, progress
 from swarmnode.config import Combine, default_text
 from swarmnode.control import ControlReply, serve_control
 from swarmnode.paths import find_paths
+from swarmnode.version import VERSION
 
 PEER = "12D3KooWBhSrGJeT5RQc6KsaYCsKu1R8R3Yk3zPpJ1CBhCsVYM2W"
 SWARMCTL = [sys.executable, "-c", "from swarmnode.cli.ctl import main; main()"]
@@ -61,6 +66,7 @@ STATUS = {
             "backends": [{"name": "ggml"}],
             "experts_held": 160,
             "rtt_ms": 0.2345,
+            "load": 0.371,
             "version": "0.1.0",
             "error": {"type": "overloaded", "message": "the disk is full"},
         },
@@ -221,6 +227,12 @@ def test_ask_reads_standard_input(data_dir: Path, fake: FakeDaemon) -> None:
     done = process("ask", "-", "--data-dir", str(data_dir), input="from a pipe: é\n")
     assert done.returncode == 0
     assert fake.calls[0][1]["prompt"] == "from a pipe: é\n"
+    assert process("ask", "--data-dir", str(data_dir), input="no dash\n").returncode == 0
+    assert fake.calls[1][1]["prompt"] == "no dash\n"
+    empty = process("ask", "--data-dir", str(data_dir), "--json", input=" \n")
+    error = json.loads(empty.stdout)["error"]
+    assert (empty.returncode, error["message"]) == (2, "the prompt is empty")
+    assert "standard input" in error["hint"]
     latin = process("ask", "-", "--data-dir", str(data_dir), input="é", encoding="latin-1")
     assert latin.returncode == 2
     assert "not UTF-8" in latin.stderr
@@ -283,6 +295,84 @@ def test_terminal_gets_no_control_characters_and_a_summary(data_dir: Path, fake:
     assert "[3 tokens (stop), first after 0.10 s, 10.0 tokens/s]" in shown.decode()
 
 
+def _on_a_terminal(
+    *words: str, until: Callable[[str], bool], size: tuple[int, int] = (24, 80), **environment: str
+) -> tuple[int, str]:
+    """Run swarmctl on a terminal, press Ctrl-C once `until` holds of what it showed; exit status and all of it."""
+    main_end, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+    given = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"} | environment
+    # A session of its own, whose terminal this is: Ctrl-C then arrives as it does from a keyboard.
+    command = ["setsid", "--ctty", *SWARMCTL, *words]
+    with subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=given) as child:
+        os.close(end)
+        shown, pressed = b"", False
+        while chunk := _read(main_end):
+            shown += chunk
+            if not pressed and until(shown.decode(errors="replace")):
+                pressed = True
+                os.write(main_end, b"\x03")
+    os.close(main_end)
+    return child.returncode, shown.decode()
+
+
+def test_watching_redraws_without_clearing_and_ctrl_c_leaves_the_last_picture(
+    data_dir: Path, fake: FakeDaemon
+) -> None:
+    words = ("status", "--watch", "--data-dir", str(data_dir))
+    status, shown = _on_a_terminal(*words, until=lambda text: text.count("not ready") >= 2)
+    assert status == 0
+    assert shown.startswith("\x1b[?1049h")  # the alternate screen
+    drawn, left = shown.split("\x1b[?1049l")
+    assert drawn.count("\x1b[2J") <= 1, "a screen that is cleared each time flickers"
+    assert drawn.count("\x1b[H") >= 2
+    assert "not ready: attic is loading" in left
+    assert "\x1b[1;33mnot ready" in left
+    assert max(len(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line)) for line in left.splitlines()) <= 80
+
+
+def test_top_measures_peers_and_no_color_means_no_color(data_dir: Path, fake: FakeDaemon, run: Run) -> None:
+    status, shown = _on_a_terminal(
+        "top", "--data-dir", str(data_dir), until=lambda text: text.count("37 %") >= 2, NO_COLOR="1"
+    )
+    assert status == 0
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", shown)
+    rates = json.loads(run("top", "--json")[1])
+    assert [peer["load"] for peer in rates["peers"]] == [None, 0.371]
+    assert rates["peers"][1]["dispatches_per_s"] is None
+
+
+def test_watching_as_json_is_an_object_a_line_also_while_the_daemon_is_away(data_dir: Path, fake: FakeDaemon) -> None:
+    command = [*SWARMCTL, "status", "--json", "--watch", "--data-dir", str(data_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        first = json.loads(child.stdout.readline())
+        assert json.loads(child.stdout.readline()) == first == STATUS
+        child.send_signal(signal.SIGINT)
+        assert child.wait(5) == 0
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_a_script_of_clicks(shell: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert common.main(ctl.swarmctl, "swarmctl", ["completion", shell]) == 0
+    assert f"_SWARMCTL_COMPLETE={shell}_complete" in capfd.readouterr().out
+
+
+def test_tab_finishes_a_command(tmp_path: Path) -> None:
+    program = tmp_path / "swarmctl"
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(SWARMCTL)} "$@"\n')
+    program.chmod(0o755)
+    script = """
+        eval "$(swarmctl completion bash)"
+        COMP_WORDS=(swarmctl stat) COMP_CWORD=1
+        _swarmctl_completion swarmctl
+        echo "${COMPREPLY[@]}"
+    """
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30, env=environment)
+    assert done.stdout.strip() == "status"
+
+
 def _read(file: int) -> bytes:
     try:
         return os.read(file, 1 << 16)
@@ -302,7 +392,7 @@ def test_status_fits_and_is_plain_without_a_terminal(run: Run) -> None:
     assert "30 experts missing (layer/expert 0/3, 1/3" in out
     assert re.search(r"combine +partial-sum", out)
     assert re.search(rf"this peer +{PEER} *\n +/ip4/192.168.100.100/tcp/11436 *\n", out)
-    assert re.search(r"attic-with-\S+ hCsVYM2X worker +loading 45 % +ggml +160 +0.2 0.1.0", out)
+    assert re.search(r"attic-wit\S+ hCsVYM2X worker +loading 45 % +ggml +160 +0.2 +37 % +0.1.0", out)
     assert "the disk is full" in out
     assert "ready, unfit" in out
     assert "output rank 7: expert 0 of layer 7" in out
@@ -348,7 +438,7 @@ def test_no_daemon_is_status_3(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    "line", ["dance", "ask", "ask x --seed -1", "ask x --top-p 2", "ask x y", "model show", "model dance", "demo now"]
+    "line", ["dance", "ask x --seed -1", "ask x --top-p 2", "ask x y", "model show", "model dance", "demo now"]
 )
 def test_wrong_usage_is_status_2_also_as_json(line: str, capfd: pytest.CaptureFixture[str]) -> None:
     words = line.split()
@@ -503,6 +593,8 @@ def test_default_configuration_is_printed(capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_version(capfd: pytest.CaptureFixture[str]) -> None:
+    assert common.main(ctl.swarmctl, "swarmctl", ["--version"]) == 0
+    assert capfd.readouterr().out == f"swarmctl {VERSION}\n"
     assert common.main(daemon.swarmnode, "swarmnode", ["version", "--json"]) == 0
     assert json.loads(capfd.readouterr().out).keys() == {"swarmnode", "llama-cpp-python", "libp2p", "python"}
 

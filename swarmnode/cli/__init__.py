@@ -1,11 +1,14 @@
 """The two commands: `swarmnode` (the daemon) and `swarmctl` (everything else).
 
 daemon     swarmnode run, config, version
-ctl        swarmctl status, ask, demo, bench; models adds `swarmctl model ...`
+ctl        swarmctl demo, bench, and all the others put together; models adds `swarmctl model ...`
+asking     swarmctl ask
+watching   swarmctl status, top
+completion  swarmctl completion
 equivalence  swarmctl equivalence; render_equivalence shows what it found
 mesh       swarmctl placement, drain, undrain
 swarm      swarmctl init, join, leave, invite, ban, backbone; owner adds `swarmctl owner ...`
 belonging  what those of swarm and owner share; passphrase is where the owner's comes from
 common     options, exit statuses, and the one place where a failure is printed
-render     what people see; progress is the line that says a long command lives
+render     what people see; render_top of `top`; progress is the line that says a long command lives
 """

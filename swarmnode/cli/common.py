@@ -81,6 +81,15 @@ def common_options(command: Command) -> Command:
     return data_dir_option(json_option(command))
 
 
+def show_version(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
+    """For `--version`."""
+    if value:
+        from swarmnode.version import VERSION
+
+        click.echo(f"{context.info_name} {VERSION}")
+        context.exit()
+
+
 def print_json(value: object) -> None:
     click.echo(json.dumps(value))
 

@@ -15,6 +15,7 @@ from swarmnode.cli.common import Settings, data_dir_option, json_option, pass_se
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=common.show_version)
 def swarmnode() -> None:
     """A peer of a swarm that together runs one mixture-of-experts language model."""
 

@@ -10,54 +10,81 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from capabilities.errors import SwarmError
 from swarmnode.printable import printable_line
 
 Json = Any
 COLUMNS = 80
 MISSING_SHOWN = 5
 ENTRIES_SHOWN = 8
-_NUMBERS = frozenset(("experts", "MiB", "rtt ms", "layers", "size", "llama.cpp", "swarm", "ratio"))
-_WIDTHS = {"peer": (8, 12), "id": (8, 8), "roles": (6, 15), "state": (13, 13), "backend": (7, 8), "version": (7, 7)}
+_NUMBERS = frozenset(
+    ("experts", "MiB", "rtt ms", "layers", "size", "llama.cpp", "swarm", "ratio", "load", "disp/s", "rows/s")
+)
+_WIDTHS = {"peer": (8, 10), "id": (8, 8), "role": (6, 8), "state": (13, 13), "backend": (7, 8), "version": (7, 7)}
 _STATE_STYLES = {"ready": "green", "joining": "yellow", "loading": "yellow", "suspect": "red", "gone": "red"}
 
 
 def print_status(status: Mapping[str, Json]) -> None:
-    """Whether the swarm is ready and why not, the model and its coverage, this daemon, the requests, the peers."""
-    console = _console()
+    console().print(status_view(status))
+
+
+def status_view(status: Mapping[str, Json], *, live: bool = False) -> RenderableType:
+    """Whether the swarm is ready and why not, the model and its coverage, this daemon, the requests, the peers.
+
+    live: what is wrong comes before the peers, of which a screen may not show all.
+    """
     peers = [peer for peer in _list(status.get("peers")) if isinstance(peer, dict)]
     names = {peer.get("peer_id"): peer.get("name") for peer in peers}
     table = _fields_table()
-    ready = status.get("ready") is True
-    verdict = "ready" if ready else f"not ready: {_text(status.get('reason') or 'no reason given')}"
-    table.add_row("swarm", Text(verdict, style="bold green" if ready else "bold yellow"))
+    table.add_row("swarm", verdict(status))
     leader = status.get("leader")
-    table.add_row("leader", f"{_text(names.get(leader))} ({_short(leader)})" if leader else "none")
-    table.add_row("term, epoch", f"{_text(status.get('term'))}, {_text(status.get('epoch'))}")
+    table.add_row("leader", f"{plain(names.get(leader))} ({short(leader)})" if leader else "none")
+    table.add_row("term, epoch", f"{plain(status.get('term'))}, {plain(status.get('epoch'))}")
     table.add_row("model", _model(_dict(status.get("model"))))
-    table.add_row("combine", _text(_dict(status.get("model")).get("combine")))
+    table.add_row("combine", plain(_dict(status.get("model")).get("combine")))
     requests = _dict(status.get("requests"))
-    table.add_row("requests", ", ".join(f"{_text(count)} {_text(kind)}" for kind, count in requests.items()) or "-")
-    table.add_row("this peer", _text(status.get("self")))
+    table.add_row("requests", ", ".join(f"{plain(count)} {plain(kind)}" for kind, count in requests.items()) or "-")
+    table.add_row("this peer", plain(status.get("self")))
     for address in _list(status.get("addresses"))[:ENTRIES_SHOWN]:
         # Without the peer id, which stands above: both together would break over two lines, and nobody could copy them.
-        table.add_row("", _text(address).removesuffix(f"/p2p/{status.get('self')}"))
-    console.print(table)
-    console.print()
-    console.print(_peers_table(peers))
-    for peer in peers:
-        if message := _dict(peer.get("error")).get("message"):
-            console.print(f"{_text(peer.get('name'))}: {_text(message)}")
-    for sentence in _shortened(_list(_dict(status.get("model")).get("degraded"))):
-        console.print(_text(sentence))
+        table.add_row("", plain(address).removesuffix(f"/p2p/{status.get('self')}"))
+    notes = Text("\n".join(_notes(status, peers, names)))
+    below: list[RenderableType] = [_peers_table(peers), *([notes] if notes.plain else [])]
+    return Group(table, Text(""), *(reversed(below) if live else below))
+
+
+def verdict(status: Mapping[str, Json]) -> Text:
+    """Ready, or why not."""
+    ready = status.get("ready") is True
+    words = "ready" if ready else f"not ready: {plain(status.get('reason') or 'no reason given')}"
+    return Text(words, style="bold green" if ready else "bold yellow")
+
+
+def _notes(status: Mapping[str, Json], peers: Iterable[Mapping[str, Json]], names: Mapping[Json, Json]) -> list[str]:
+    """What is wrong, and what to do, a line each."""
+    lines = [
+        f"{plain(peer.get('name'))}: {plain(message)}"
+        for peer in peers
+        if (message := _dict(peer.get("error")).get("message"))
+    ]
+    lines += [plain(sentence) for sentence in _shortened(_list(_dict(status.get("model")).get("degraded")))]
     for finding in map(_dict, _list(status.get("findings"))):
-        peer_id = _text(finding.get("peer"))
-        name = names.get(peer_id) or _short(peer_id)
-        console.print(f"{_text(name)}: {_text(finding.get('message'))} ({_text(finding.get('kind'))})")
-        console.print(f"  {_text(finding.get('hint'))}")
+        peer_id = plain(finding.get("peer"))
+        name = names.get(peer_id) or short(peer_id)
+        lines += [
+            f"{plain(name)}: {plain(finding.get('message'))} ({plain(finding.get('kind'))})",
+            f"  {plain(finding.get('hint'))}",
+        ]
+    return lines
+
+
+def error_view(error: SwarmError) -> Text:
+    """An error where pictures are shown."""
+    return Text("\n".join(filter(None, (f"Error: {plain(error.message)}", printable_line(error.hint)))), style="red")
 
 
 def _model(model: Mapping[str, Json]) -> str:
@@ -65,33 +92,44 @@ def _model(model: Mapping[str, Json]) -> str:
         return "none"
     coverage = _dict(model.get("coverage"))
     missing = _list(coverage.get("missing"))
-    name = f"{_text(model.get('name'))} ({_text(model.get('architecture'))})"
+    name = f"{plain(model.get('name'))} ({plain(model.get('architecture'))})"
     if not missing:
         copies = coverage.get("min_copies")
-        return f"{name}, every expert has {_text(copies)} {'copy' if copies == 1 else 'copies'}" if copies else name
-    first = [f"{_text(_dict(one).get('layer'))}/{_text(_dict(one).get('expert'))}" for one in missing[:MISSING_SHOWN]]
+        return f"{name}, every expert has {plain(copies)} {'copy' if copies == 1 else 'copies'}" if copies else name
+    first = [f"{plain(_dict(one).get('layer'))}/{plain(_dict(one).get('expert'))}" for one in missing[:MISSING_SHOWN]]
     more = ", ..." if len(missing) > MISSING_SHOWN else ""
     return f"{name}, {len(missing)} experts missing (layer/expert {', '.join(first)}{more})"
 
 
 def _peers_table(peers: Iterable[Mapping[str, Json]]) -> Table:
-    table = _table("peer", "id", "roles", "state", "backend", "experts", "rtt ms", "version")
+    table = table_of("peer", "id", "role", "state", "backend", "experts", "rtt ms", "load", "version")
     for peer in peers:
-        state, fitness = _text(peer.get("state")), _text(peer.get("fitness"))
+        state, fitness = plain(peer.get("state")), plain(peer.get("fitness"))
         unfit = f", {fitness}" if fitness in ("unfit", "quarantined") else ""
-        backends = [_text(_dict(one).get("name")) for one in _list(peer.get("backends"))]
+        backends = [plain(_dict(one).get("name")) for one in _list(peer.get("backends"))]
         rtt = peer.get("rtt_ms")
         table.add_row(
-            _text(peer.get("name")),
-            _short(peer.get("peer_id")),
-            ",".join(_text(role) for role in _list(peer.get("roles"))) or "-",
-            Text(state + _loaded(_dict(peer.get("progress"))) + unfit, style=_STATE_STYLES.get(state, "")),
+            plain(peer.get("name")),
+            short(peer.get("peer_id")),
+            plain(next(iter(_list(peer.get("roles"))), None)),  # a leader is in the backbone, and who works has experts
+            Text(state + _loaded(_dict(peer.get("progress"))) + unfit, style=state_style(state)),
             ",".join(backends) or "-",
-            _text(peer.get("experts_held")),
+            plain(peer.get("experts_held")),
             f"{rtt:.1f}" if isinstance(rtt, int | float) else "-",
-            _text(peer.get("version")),
+            share(peer.get("load")),
+            plain(peer.get("version")),
         )
     return table
+
+
+def state_style(state: str) -> str:
+    """The colour of a peer's state; "" for none."""
+    return _STATE_STYLES.get(state, "")
+
+
+def share(value: Json) -> str:
+    """A share of 1 in percent."""
+    return f"{value * 100:.0f} %" if isinstance(value, int | float) else "-"
 
 
 def _loaded(loading: Mapping[str, Json]) -> str:
@@ -103,40 +141,40 @@ def _loaded(loading: Mapping[str, Json]) -> str:
 
 def print_placement(answer: Mapping[str, Json]) -> None:
     """Who holds what, what is not as it should be, and what a loss would cost."""
-    console = _console()
+    out = console()
     fields = _fields_table()
-    fields.add_row("term, epoch", f"{_text(answer.get('term'))}, {_text(answer.get('epoch'))}")
+    fields.add_row("term, epoch", f"{plain(answer.get('term'))}, {plain(answer.get('epoch'))}")
     counts = [_dict(count) for count in _list(answer.get("copies"))]
-    copies = [f"{_text(count.get('experts'))} with {_text(count.get('copies'))}" for count in counts]
+    copies = [f"{plain(count.get('experts'))} with {plain(count.get('copies'))}" for count in counts]
     fields.add_row("experts", ", ".join(copies) + " copies" if copies else "-")
     fields.add_row("layers a token", f"{_number(answer.get('token_ms'))} ms by estimate")
-    console.print(fields)
-    table = _table("peer", "id", "experts", "MiB", "layers held")
+    out.print(fields)
+    table = table_of("peer", "id", "experts", "MiB", "layers held")
     for peer in _list(answer.get("peers")):
-        held = [_text(_dict(one).get("layer")) for one in _list(_dict(peer).get("held"))]
+        held = [plain(_dict(one).get("layer")) for one in _list(_dict(peer).get("held"))]
         table.add_row(
-            _text(_dict(peer).get("name")),
-            _short(_dict(peer).get("peer_id")),
-            _text(_dict(peer).get("experts")),
+            plain(_dict(peer).get("name")),
+            short(_dict(peer).get("peer_id")),
+            plain(_dict(peer).get("experts")),
             f"{int(_dict(peer).get('bytes') or 0) / 2**20:.0f}",
             f"{held[0]} to {held[-1]}" if held else "none",
         )
-    console.print()
-    console.print(table)
+    out.print()
+    out.print(table)
     notes = [*_list(answer.get("degraded")), *_shortened(_list(answer.get("single_points")))]
     notes += [
-        f"{_text(_dict(peer).get('name'))} got no output rank: {_text(_dict(peer).get('why_no_output_rank'))}"
+        f"{plain(_dict(peer).get('name'))} got no output rank: {plain(_dict(peer).get('why_no_output_rank'))}"
         for peer in _list(answer.get("peers"))
         if _dict(peer).get("why_no_output_rank")
     ]
     for note in notes:
-        console.print(_text(note))
+        out.print(plain(note))
     if loss := _dict(answer.get("without")):
-        console.print(_loss(loss))
+        out.print(_loss(loss))
 
 
 def _shortened(lines: list[Json]) -> list[str]:
-    shown = [_text(line) for line in lines[:ENTRIES_SHOWN]]
+    shown = [plain(line) for line in lines[:ENTRIES_SHOWN]]
     return [*shown, f"and {len(lines) - len(shown)} more of this kind"] if len(lines) > len(shown) else shown
 
 
@@ -144,9 +182,9 @@ def _loss(loss: Mapping[str, Json]) -> str:
     gone, left = (
         sum(len(_list(_dict(one).get("experts"))) for one in _list(loss.get(key))) for key in ("no_copy", "one_copy")
     )
-    text = f"Without {_text(loss.get('name') or loss.get('peer'))}: {gone} experts without a copy, {left} with one left"
+    text = f"Without {plain(loss.get('name') or loss.get('peer'))}: {gone} experts without a copy, {left} with one left"
     if reason := loss.get("impossible"):
-        return f"{text}; the others cannot make up for it: {_text(reason)}"
+        return f"{text}; the others cannot make up for it: {plain(reason)}"
     moved, slower = loss.get("bytes_to_move"), loss.get("slowdown")
     mib = int(moved or 0) / 2**20
     return f"{text}; the others would load {mib:.0f} MiB, and layers take {_number(slower)} times as long"
@@ -156,30 +194,30 @@ def print_models(answer: Mapping[str, Json]) -> None:
     """The models that a node knows, one a row."""
     models = [model for model in _list(answer.get("models")) if isinstance(model, dict)]
     if not models:
-        _console().print("No models. `swarmctl model add FILE` makes one known.")
+        console().print("No models. `swarmctl model add FILE` makes one known.")
         return
-    table = _table("model", "architecture", "layers", "experts", "size", "state")
+    table = table_of("model", "architecture", "layers", "experts", "size", "state")
     for model in models:
         trunk, experts = model.get("trunk_bytes"), model.get("expert_bytes")
         table.add_row(
-            *(_text(model.get(key)) for key in ("name", "architecture", "moe_layers", "experts")),
+            *(plain(model.get(key)) for key in ("name", "architecture", "moe_layers", "experts")),
             f"{(trunk + experts) / 2**30:.2f} GiB" if isinstance(trunk, int) and isinstance(experts, int) else "-",
             "unusable" if model.get("fault") else "active" if model.get("active") else "-",
         )
-    _console().print(table)
+    console().print(table)
     for model in models:
         if fault := model.get("fault"):
-            _console().print(_text(fault))
+            console().print(plain(fault))
 
 
 def print_bench(result: Mapping[str, Json]) -> None:
     """Swarm against undivided llama.cpp, then the swarm's costs."""
-    table = _table("tokens/s", "llama.cpp", "swarm", "ratio")
+    table = table_of("tokens/s", "llama.cpp", "swarm", "ratio")
     for key, label in (("prefill_tokens_per_s", "prefill"), ("decode_tokens_per_s", "decode")):
         one, swarm = _dict(result.get("llama_cpp")).get(key), _dict(result.get("swarm")).get(key)
         ratio = f"{swarm / one:.2f}" if one and swarm else "-"
         table.add_row(label, _number(one), _number(swarm), ratio)
-    _console().print(table)
+    console().print(table)
     print_fields({key: value for key, value in result.items() if key not in ("llama_cpp", "swarm")})
 
 
@@ -187,23 +225,24 @@ def print_fields(value: Mapping[str, Json]) -> None:
     """Any answer as `key  value` lines. Long lists show their length."""
     table = _fields_table()
     for key, item in value.items():
-        table.add_row(_text(key).replace("_", " "), _summary(item))
-    _console().print(table)
+        table.add_row(plain(key).replace("_", " "), _summary(item))
+    console().print(table)
 
 
 def _summary(value: Json) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{_text(key)} {_summary(item)}" for key, item in list(value.items())[:ENTRIES_SHOWN])
+        return ", ".join(f"{plain(key)} {_summary(item)}" for key, item in list(value.items())[:ENTRIES_SHOWN])
     if isinstance(value, list):
         return ", ".join(map(_summary, value)) or "none" if len(value) <= ENTRIES_SHOWN else f"{len(value)} entries"
     return _number(value)
 
 
 def _number(value: Json) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else _text(value)
+    return f"{value:.4g}" if isinstance(value, float) else plain(value)
 
 
-def _text(value: Json) -> str:
+def plain(value: Json) -> str:
+    """Any value as a line for people; a dash where there is none."""
     if value is None or value == "":
         return "-"
     if isinstance(value, bool):
@@ -211,9 +250,9 @@ def _text(value: Json) -> str:
     return printable_line(str(value))
 
 
-def _short(peer_id: Json) -> str:
+def short(peer_id: Json) -> str:
     """A peer id's last characters: the first ones are the same for everybody."""
-    return _text(peer_id)[-8:]
+    return plain(peer_id)[-8:]
 
 
 def _dict(value: Json) -> dict[str, Json]:
@@ -224,8 +263,10 @@ def _list(value: Json) -> list[Json]:
     return value if isinstance(value, list) else []
 
 
-def _console() -> Console:
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else COLUMNS, highlight=False, markup=False)
+def console() -> Console:
+    """Standard output: its own width and, unless NO_COLOR is set, colours on a terminal; COLUMNS and none elsewhere."""
+    live = sys.stdout.isatty()
+    return Console(file=sys.stdout, width=None if live else COLUMNS, force_terminal=live, highlight=False, markup=False)
 
 
 def _fields_table() -> Table:
@@ -235,7 +276,7 @@ def _fields_table() -> Table:
     return table
 
 
-def _table(*names: str) -> Table:
+def table_of(*names: str) -> Table:
     """A table in which columns of words give way to those of numbers and states where the line is too short."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for name in names:

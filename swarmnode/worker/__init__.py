@@ -5,4 +5,5 @@ membership        dials the leader, obeys its assignments, comes back after ever
 loader            an assignment: manifest, shards, memory
 epochs            the expert sets in memory, found by term and epoch: this is where a dispatch is fenced
 experts_service   checks a dispatch, computes it, answers
+load              how busy the kernels are
 """

@@ -6,6 +6,7 @@ what it holds in memory stays. While no leader is known it stays with the last o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 import structlog
@@ -22,6 +23,7 @@ from swarmnode.pinger import PeerWatch
 from swarmnode.shards.store import ShardCache
 from swarmnode.worker.epochs import Epochs, ExpertSet
 from swarmnode.worker.experts_service import ExpertsService
+from swarmnode.worker.load import LoadMeter
 from swarmnode.worker.loader import Loader
 from swarmnode.worker.membership import Membership
 
@@ -44,6 +46,7 @@ class Worker:
         self.view = view
         self.epochs = Epochs()
         self.experts = ExpertsService(self.epochs, view)
+        self.load = LoadMeter(lambda: self.experts.statistics.compute_us, time.monotonic)
         self.watch = PeerWatch(network)
         self._loader = Loader(network, cache, self.epochs, memory_budget_bytes, make_backend)
         self.membership = Membership(network, self.watch, view, hello, self.epochs, self._loader)
