@@ -316,9 +316,7 @@ def _on_a_terminal(
     return child.returncode, shown.decode()
 
 
-def test_watching_redraws_without_clearing_and_ctrl_c_leaves_the_last_picture(
-    data_dir: Path, fake: FakeDaemon
-) -> None:
+def test_watching_redraws_without_clearing_and_ctrl_c_leaves_the_last_picture(data_dir: Path, fake: FakeDaemon) -> None:
     words = ("status", "--watch", "--data-dir", str(data_dir))
     status, shown = _on_a_terminal(*words, until=lambda text: text.count("not ready") >= 2)
     assert status == 0
@@ -369,7 +367,9 @@ def test_tab_finishes_a_command(tmp_path: Path) -> None:
         echo "${COMPREPLY[@]}"
     """
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30, env=environment)
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=30, check=True, env=environment
+    )
     assert done.stdout.strip() == "status"
 
 

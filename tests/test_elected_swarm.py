@@ -108,6 +108,9 @@ def test_the_swarm_elects_places_and_answers(served: Elected) -> None:
     assert rows["worker-4"]["roles"] == ["worker"]
     for node in served.swarm.nodes:
         assert served.check(node, ask("Once upon a time", 30))["leader"] == status["leader"]
+    working = [node.status() for node in served.swarm.nodes]
+    assert max(view["local"]["load"] for view in working) > 0
+    assert working[0]["model"]["layers"]["decode_computed"] > 0
 
 
 def test_the_backbone_gets_ready_to_lead(served: Elected) -> None:
