@@ -16,7 +16,7 @@ from scheduler.text_stream import check_stops
 ID_CHARACTERS_MAX = 128  # ids are written into every peer's log
 DEADLINE_S_MAX = 86_400.0  # nothing waits for longer than a day
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of the prompt and of the answer (its end token not counted; tokens that it came with counted)."""
+    """Tokens of the prompt and of the answer (its end token not counted; tokens that it came with counted).
+
+    cached_tokens  of the prompt's, those that were in the cache already
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

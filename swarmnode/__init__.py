@@ -16,7 +16,8 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
     model_keeper      fetches the one that the swarm serves; model_choice says which one a leader serves
 
     wire, limits                                        frames, and every bound with its reason
-    expert_messages, member_messages, prompt_messages   what the frames say (shards.messages: the fourth)
+    expert_messages, member_messages, prompt_messages   what the frames say (shards.messages: the fourth; prompt_frames:
+                                                        the last of them to the byte; chat_messages: chats and tools)
     pinger                                              who still answers
 
     compute                                             the expert backend that the configuration names

@@ -7,20 +7,21 @@ silence count as its loss.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Final, Protocol
 
 import trio
 
-from capabilities.errors import Internal, PeerMistake, SwarmError
+from capabilities.errors import Internal, PeerMistake, SwarmError, UsageError
 from scheduler.attempts import NO_LEADER_S, AttemptEffect, Attempts, Deliver, Fail, Finish, Leading, Submit
 from swarmnode import limits
 from swarmnode.leadership import LeaderView
 from swarmnode.net.groups import without_groups
 from swarmnode.net.interface import Network, NetworkError, PeerId, Stream
-from swarmnode.prompt_messages import PROTOCOL, Alive, Ask, Done, Failed, Queued, Reply, Token, decode_reply, encode_ask
+from swarmnode.prompt_frames import decode_reply, encode_ask
+from swarmnode.prompt_messages import PROTOCOL, Alive, Ask, Done, Failed, Queued, Reply, Token
 from swarmnode.wire import read_frame
 
 EVENTS_MAX: Final = 64  # that wait for whoever reads the answer; then its stream is not read
@@ -143,12 +144,14 @@ class _Request:
             case _LeaderChanged():
                 view = self._view
                 return self._obey(attempts.follow(_leading(view), view.reason, now, parted=view.parted))
-            case number, Token(index, token, text):
-                return self._obey(attempts.token(number, index, token, text))
+            case number, Token(index, token, text) as reply:
+                return self._obey(attempts.token(number, index, token, text), token=reply)
             case number, Done() as done:
                 return self._obey(attempts.done(number), done)
             case number, Failed(error):
                 return self._obey(attempts.failed(number, error, now))
+            case number, Queued(_, options) if unknown := sorted(self._ask.options - options):
+                return self._obey(attempts.failed(number, _too_old(unknown), now))
             case number, (Queued() | Alive()) as reply:
                 return [reply] if attempts.spoke(number) else []
             case number, PeerMistake() as mistake:
@@ -162,7 +165,9 @@ class _Request:
             case number, error:
                 return self._obey(attempts.lost(number, str(error), now))
 
-    def _obey(self, effects: list[AttemptEffect], done: Done | None = None) -> list[Reply]:
+    def _obey(
+        self, effects: list[AttemptEffect], done: Done | None = None, token: Token | None = None
+    ) -> list[Reply]:
         replies: list[Reply] = []
         for effect in effects:
             match effect:
@@ -170,8 +175,9 @@ class _Request:
                     self._scope.cancel()
                     self._scope = trio.CancelScope()
                     self._nursery.start_soon(self._submit, effect, self._scope)
-                case Deliver(index, token, text):
-                    replies.append(Token(index, token, text))
+                case Deliver():
+                    assert token is not None
+                    replies.append(token)
                 case Finish(leader):
                     assert done is not None
                     replies.append(replace(done, leader=leader.peer))
@@ -218,6 +224,12 @@ class _Request:
 def _leading(view: LeaderView) -> Leading | None:
     leader = view.leader
     return None if leader is None else Leading(str(leader.peer), leader.term)
+
+
+def _too_old(unknown: Sequence[str]) -> UsageError:
+    return UsageError(
+        f"the leader runs a version that does not know {', '.join(unknown)}", hint="Upgrade it, or ask without that."
+    )
 
 
 async def only(reply: Reply) -> AsyncIterator[Reply]:

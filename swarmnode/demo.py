@@ -23,10 +23,11 @@ import psutil
 from backends.demo_model import ensure_demo_model
 from capabilities.errors import ModelNotFound, UsageError
 from scheduler.sampling import SamplingParams
+from swarmnode.chat_messages import chat
 from swarmnode.control_client import Call
 from swarmnode.local_swarm import STOP_SECONDS_MAX, LocalSwarm
 from swarmnode.paths import shared_cache_folder
-from swarmnode.prompt_messages import Ask, chat, new_request_id
+from swarmnode.prompt_messages import Ask, new_request_id
 from swarmnode.undivided import Undivided
 
 PROMPT: Final = "Why is sleep important?"

@@ -19,10 +19,11 @@ import trio
 from capabilities.errors import NotReady, SwarmError, UsageError
 from scheduler.sampling import SamplingParams
 from swarmnode.asker import Asker
+from swarmnode.chat_messages import chat
 from swarmnode.control import ControlReply
 from swarmnode.leader.service import Leader
 from swarmnode.models import Models
-from swarmnode.prompt_messages import Alive, Ask, Done, Failed, Queued, Token, chat, new_request_id, new_seed
+from swarmnode.prompt_messages import Alive, Ask, Done, Failed, Queued, Token, new_request_id, new_seed
 
 _log = structlog.get_logger(__name__)
 

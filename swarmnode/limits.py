@@ -166,8 +166,31 @@ PROMPT_REQUEST: Final = FrameLimits(
 REQUEST_TOKEN_BYTES: Final = 40
 """What such a token counts for among the texts that a leader holds: as a number in its memory, not on the wire."""
 
-PROMPT_REPLY: Final = FrameLimits(HEADER_BYTES_MAX, 64 * KIB, items=ERROR_EXPERTS_MAX)
-"""One frame of an answer holds a few tokens' text; 64 KiB also holds the closing frame with its timings."""
+PROMPT_REPLY: Final = FrameLimits(HEADER_BYTES_MAX, 1 * MIB, items=ERROR_EXPERTS_MAX)
+"""One frame of an answer holds a few tokens' text; the last one also the calls of tools, whose arguments may be as long
+as an answer."""
+
+MESSAGES_MAX: Final = 1024
+"""Of a conversation: a few hundred turns fill any context."""
+
+TOOLS_MAX: Final = 128
+"""Of a request, as OpenAI's API has it."""
+
+TOOL_CALLS_MAX: Final = 128
+"""Of one message, and of one answer: as many as there may be tools."""
+
+TOOLS_BYTES_MAX: Final = 512 * KIB
+"""Descriptions and schemas of all tools of a request. They go into the prompt: more would fill any context."""
+
+GRAMMAR_BYTES_MAX: Final = 64 * KIB
+"""A grammar or a JSON schema. Those that people write have a few KiB; the largest generated ones some 30."""
+
+TOP_LOGPROBS_MAX: Final = 20
+"""Alternatives to each token, as OpenAI's API has it."""
+
+TOKEN_BYTES_MAX: Final = 256
+"""Of one token where its bytes are told. The longest of known vocabularies are 128 spaces; with 20 alternatives this
+still fits a header."""
 
 PROMPT_STREAMS_PER_PEER_MAX: Final = 16
 """Prompts of one peer at a time. Each holds a place in the queue of the leader."""

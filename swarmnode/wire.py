@@ -246,6 +246,32 @@ class Fields:
             self._fail(key, value, f"integers in {low}..{high}")
         return list(value)
 
+    def numbers(self, key: str | int, count_max: int, low: float, high: float) -> list[float]:
+        """A list of up to count_max finite numbers in low..high."""
+        items = Fields(self._list(key, count_max), self._name, list)
+        return [items.number(i, low, high) for i in range(items.count)]
+
+    def texts(self, key: str | int, count_max: int, chars_max: int) -> list[str]:
+        """A list of up to count_max texts of up to chars_max characters."""
+        items = Fields(self._list(key, count_max), self._name, list)
+        return [items.text(i, chars_max) for i in range(items.count)]
+
+    def binaries(self, key: str | int, count_max: int, size_max: int) -> list[bytes]:
+        """A list of up to count_max byte strings of up to size_max bytes."""
+        items = Fields(self._list(key, count_max), self._name, list)
+        return [items.binary(i, size_max) for i in range(items.count)]
+
+    @property
+    def count(self) -> int:
+        """How many fields there are."""
+        return len(self._fields)
+
+    def _list(self, key: str | int, count_max: int) -> list[Any]:
+        value = self._get(key)
+        if type(value) is not list or len(value) > count_max:
+            self._fail(key, value, f"a list of up to {count_max}")
+        return value
+
     def error(self, key: str | int) -> SwarmError:
         """A typed error that `bounded_error` made."""
         value = self._get(key)

@@ -20,6 +20,7 @@ from swarmnode import limits
 from swarmnode.asker import FIRST_LEADER_S, FollowingAsker
 from swarmnode.net.interface import Stream
 from swarmnode.net.memory import MemoryHub, MemoryNetwork, open_memory_hub
+from swarmnode.prompt_frames import decode_ask, encode_reply
 from swarmnode.prompt_messages import (
     PROTOCOL,
     Alive,
@@ -29,8 +30,6 @@ from swarmnode.prompt_messages import (
     Queued,
     Reply,
     Token,
-    decode_ask,
-    encode_reply,
 )
 from swarmnode.wire import read_frame
 from tests.leader_views import SettableView
@@ -428,6 +427,16 @@ async def test_a_request_that_fits_no_frame_fails_typed(autojump_clock: MockCloc
             (reply,) = [reply async for reply in replies]
         assert isinstance(reply, Failed)
         assert reply.error.type == "usage"
+
+
+async def test_what_a_leader_of_an_older_version_would_leave_out_is_refused(autojump_clock: MockClock) -> None:
+    async with scripted(says(Queued(0, frozenset({"choice"})), Token(0, 5, "a"), DONE)) as swarm:
+        swarm.view.set(swarm.leaders[0].peer_id, 1)
+        assert (await swarm.answer())[-1] == DONE
+        assert (await swarm.answer(choice=1))[-1] == DONE
+        (reply,) = await swarm.answer(logprobs=0)
+        assert isinstance(reply, Failed)
+        assert (reply.error.type, "does not know logprobs" in reply.error.message) == ("usage", True)
 
 
 async def test_errors_of_whoever_reads_come_out_as_themselves(autojump_clock: MockClock) -> None:

@@ -21,8 +21,9 @@ from swarmnode.identity import Identity
 from swarmnode.local_swarm import LocalNode, LocalSwarm
 from swarmnode.net.interface import NetworkError
 from swarmnode.net.libp2p_host import open_libp2p_network
+from swarmnode.prompt_frames import encode_ask
 from swarmnode.prompt_messages import PROTOCOL as PROMPT
-from swarmnode.prompt_messages import Ask, encode_ask, new_request_id
+from swarmnode.prompt_messages import Ask, new_request_id
 from swarmnode.shards.messages import PROTOCOL as SHARDS
 from swarmnode.shards.messages import ShardRequest, encode_request
 from swarmnode.status_service import PROTOCOL as STATUS

@@ -15,8 +15,9 @@ from swarmnode.member_messages import PROTOCOL as MEMBER
 from swarmnode.member_messages import Refuse, decode_from_leader, encode
 from swarmnode.net.interface import PeerId
 from swarmnode.net.memory import open_memory_hub
+from swarmnode.prompt_frames import decode_reply, encode_ask
 from swarmnode.prompt_messages import PROTOCOL as PROMPT
-from swarmnode.prompt_messages import Failed, decode_reply, encode_ask
+from swarmnode.prompt_messages import Failed
 from swarmnode.wire import read_frame
 from tests.fault_tools import hello
 from tests.leading_swarm import Heard, ask, leading_swarm

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from capabilities.errors import ExpertsUnavailable, PeerMistake, UsageError
 from scheduler.requests import Timings, Usage
 from scheduler.sampling import SamplingParams
+from scheduler.tool_calls import ToolCall
 from swarmnode import limits
+from swarmnode.chat_messages import chat
+from swarmnode.prompt_frames import decode_ask, decode_reply, encode_ask, encode_reply
 from swarmnode.prompt_messages import (
     Alive,
     Ask,
@@ -22,11 +25,6 @@ from swarmnode.prompt_messages import (
     Queued,
     Reply,
     Token,
-    chat,
-    decode_ask,
-    decode_reply,
-    encode_ask,
-    encode_reply,
     new_request_id,
     new_seed,
 )
@@ -42,15 +40,28 @@ PARAMS = st.builds(
     seed=st.integers(0, 2**64 - 1),
     frequency_penalty=st.floats(-2, 2),
     presence_penalty=st.floats(-2, 2),
+    logit_bias=st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=4),
 )
-MESSAGES = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": TEXT}),
-    min_size=1,
-    max_size=4,
+NAME = st.from_regex(r"[A-Za-z0-9_.-]{1,64}", fullmatch=True)
+TOOLS = st.lists(NAME, max_size=3, unique=True).map(
+    lambda names: tuple({"type": "function", "function": {"name": name, "parameters": {"a": [1]}}} for name in names)
 )
+CALL = st.builds(lambda name, text: {"id": name, "function": {"name": name, "arguments": text}}, NAME, TEXT)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": TEXT},
+    optional={"name": TEXT, "tool_call_id": TEXT},
+) | st.fixed_dictionaries(
+    {"role": st.just("assistant"), "content": st.none() | TEXT, "tool_calls": st.lists(CALL, min_size=1, max_size=2)}
+)
+MESSAGES = st.lists(MESSAGE, min_size=1, max_size=4)
+FORM = st.fixed_dictionaries({}, optional={"grammar": TEXT}) | st.fixed_dictionaries({}, optional={"json_schema": TEXT})
 ASKS = st.builds(
-    lambda text, **rest: Ask(**({"prompt": text} if isinstance(text, str) else {"messages": tuple(text)}), **rest),
+    lambda text, tools, form, **rest: Ask(
+        **({"prompt": text} if isinstance(text, str) else {"messages": tuple(text), "tools": tools}), **form, **rest
+    ),
     TEXT | MESSAGES,
+    TOOLS,
+    FORM,
     request_id=st.from_regex(r"[0-9A-Za-z_.:-]{1,64}", fullmatch=True),
     params=PARAMS,
     max_tokens=st.none() | st.integers(0, limits.MAX_TOKENS_MAX),
@@ -59,16 +70,25 @@ ASKS = st.builds(
     ignore_eos=st.booleans(),
     generated=st.lists(st.integers(0, 2**31 - 1), max_size=20).map(tuple),
     attempt=st.integers(0, 2**31),
+    choice=st.integers(0, 2**32 - 1),
+    logprobs=st.none() | st.integers(0, 20),
+    tool_choice=st.sampled_from(["none", "auto"]),
 )
 COUNT = st.integers(0, 2**31)
 SECONDS = st.floats(0, 1e9)
+LOGPROB = st.floats(-1e9, 0)
+PIECE = st.binary(max_size=limits.TOKEN_BYTES_MAX)
 REPLIES = st.one_of(
     st.builds(Queued, COUNT),
     st.builds(Token, COUNT, COUNT, TEXT),
+    st.builds(
+        Token, COUNT, COUNT, TEXT, LOGPROB, st.lists(st.tuples(COUNT, LOGPROB, PIECE), max_size=20).map(tuple), PIECE
+    ),
     st.just(Alive()),
     st.builds(
-        Done, st.sampled_from(["stop", "length"]), TEXT, st.builds(Usage, COUNT, COUNT),
+        Done, st.sampled_from(["stop", "length"]), TEXT, st.builds(Usage, COUNT, COUNT, COUNT),
         st.builds(Timings, SECONDS, SECONDS, SECONDS), st.booleans(),
+        tool_calls=st.lists(st.builds(ToolCall, TEXT, TEXT, TEXT), max_size=3).map(tuple),
     ),
 )  # fmt: skip
 
@@ -114,7 +134,9 @@ HEADERS = VALUES | st.fixed_dictionaries(
         "queue_s": VALUES, "prefill_s": VALUES, "decode_s": VALUES, "error": VALUES, "top_k": VALUES, "seed": VALUES,
         "temperature": VALUES, "top_p": VALUES, "min_p": VALUES, "frequency_penalty": VALUES,
         "presence_penalty": VALUES, "max_tokens": VALUES, "deadline_s": VALUES, "ignore_eos": VALUES,
-        "generated": st.integers(-1, 20) | VALUES, "attempt": VALUES,
+        "generated": st.integers(-1, 20) | VALUES, "attempt": VALUES, "options": VALUES, "choice": VALUES,
+        "logprobs": VALUES, "logprob": VALUES, "bytes": VALUES, "top_t": VALUES, "top_logprob": VALUES,
+        "top_bytes": VALUES, "cached_tokens": VALUES, "calls_bytes": VALUES,
     },
 )  # fmt: skip
 
@@ -137,7 +159,10 @@ GOOD = {
 @pytest.mark.parametrize(
     "payload",
     [b"", b"\xff", b"null", b"[]", b'"x"', b"[" * 200_000, b'{"prompt":1}', b'{"messages":{"a":1}}',
-     b'{"messages":[1]}', b'{"prompt":"x","stop":"y"}', b'{"prompt":"x","stop":[1]}'],
+     b'{"messages":[1]}', b'{"prompt":"x","stop":"y"}', b'{"prompt":"x","stop":[1]}', b'{"prompt":"x","grammar":1}',
+     b'{"prompt":"x","json_schema":{}}', b'{"prompt":"x","logit_bias":[1]}', b'{"prompt":"x","logit_bias":{"-1":1}}',
+     b'{"prompt":"x","logit_bias":{"%b":1}}' % (b"1" * 5000), b'{"prompt":"x","tools":{"a":1}}',
+     b'{"prompt":"x","tool_choice":1}'],
     ids=lambda payload: repr(payload[:20]),
 )  # fmt: skip
 def test_texts_that_are_none(payload: bytes) -> None:
@@ -149,6 +174,8 @@ def test_texts_that_are_none(payload: bytes) -> None:
     "payload",
     [b"{}", b'{"prompt":"x","messages":[{"role":"user","content":"y"}]}', b'{"messages":[{"role":"user"}]}',
      b'{"messages":[{"role":"root","content":"y"}]}', b'{"messages":[{"role":"user","content":5}]}',
+     b'{"prompt":"x","logit_bias":{"1":"a"}}', b'{"prompt":"x","logit_bias":{"1":101}}',
+     b'{"prompt":"x","grammar":"a","json_schema":"{}"}', b'{"prompt":"x","grammar":"%b"}' % (b"a" * (1 << 17)),
      b'{"prompt":"x","stop":[""]}', b'{"prompt":"x","stop":["%b"]}' % (b"y" * 513),
      b'{"messages":[%b{"role":"user","content":""}]}' % (b'{"role":"user","content":""},' * 1024)],
     ids=lambda payload: repr(payload[:40]),
@@ -166,6 +193,61 @@ def test_requests_that_cannot_be_served(payload: bytes) -> None:
 def test_answers_so_far_that_are_none(count: int | None, payload: bytes) -> None:
     with pytest.raises(PeerMistake):
         decode_ask(Frame({**GOOD, "generated": count}, payload))
+
+
+ONE = {"type": "function", "function": {"name": "one"}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"tools": ({},)}, {"tools": ({"type": "function"},)}, {"tools": ({**ONE, "type": "web"},)},
+     {"tools": (ONE, ONE)}, {"tools": ({"type": "function", "function": {"name": "a b"}},)},
+     {"tools": ({"type": "function", "function": {"name": "a", "parameters": []}},)},
+     {"tools": ({"type": "function", "function": {"name": "a", "description": 1}},)},
+     {"tools": ({**ONE, "x": "y" * limits.TOOLS_BYTES_MAX},)},
+     {"tools": tuple({"type": "function", "function": {"name": f"f{i}"}} for i in range(limits.TOOLS_MAX + 1))},
+     {"tool_choice": "required"}, {"tool_choice": "often"}, {"tool_choice": {"type": "function"}},
+     {"tool_choice": {"type": "function", "function": {"name": "one"}}},
+     {"tools": (ONE,), "tool_choice": {"type": "function", "function": {"name": "two"}}}, {"logprobs": 21}],
+    ids=lambda fields: repr(fields)[:40],
+)  # fmt: skip
+def test_tools_and_choices_that_cannot_be_meant(fields: dict[str, Any]) -> None:
+    Ask("req-1", SamplingParams(), messages=chat("q", None), tools=(ONE,), tool_choice=ONE)
+    with pytest.raises(UsageError):
+        Ask("req-1", SamplingParams(), messages=chat("q", None), **fields)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"role": "user", "content": None}, {"role": "user", "content": "a", "tool_calls": []}, {"role": "user"},
+     {"role": "assistant", "content": None, "tool_calls": [{}]}, {"role": "tool", "content": "a", "tool_call_id": 1},
+     {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+     {"role": "assistant", "content": None, "tool_calls": [{"x": 1, "function": {"name": "f", "arguments": ""}}]},
+     {"role": "user", "content": "a", "picture": "b"}],
+    ids=lambda message: repr(message)[:60],
+)  # fmt: skip
+def test_messages_that_are_none(message: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        Ask("req-1", SamplingParams(), messages=(message,))
+
+
+def test_older_peers_are_understood() -> None:
+    """Their frames, as they made them."""
+    ask = decode_ask(Frame(GOOD, b'{"prompt": "x", "stop": []}'))
+    assert (ask.choice, ask.logprobs, ask.grammar, ask.tools, ask.options) == (0, None, None, (), frozenset())
+    assert decode_reply(Frame({"kind": "queued", "position": 3}, b"")) == Queued(3, frozenset())
+    assert decode_reply(Frame({"kind": "token", "i": 0, "t": 5}, b"a")) == Token(0, 5, "a")
+    times = {"queue_s": 1.0, "prefill_s": 2.0, "decode_s": 3.0}
+    done = {"kind": "done", "finish_reason": "stop", "prompt_tokens": 4, "completion_tokens": 5, **times}
+    assert decode_reply(Frame(done, b"!")) == Done("stop", "!", Usage(4, 5), Timings(1.0, 2.0, 3.0))
+
+
+def test_a_token_with_the_longest_alternatives_fits_its_frame() -> None:
+    piece = bytes(2 * limits.TOKEN_BYTES_MAX)
+    token = Token(2**31, 2**31, "x", -1.5, ((2**31, -1e-300, piece),) * limits.TOP_LOGPROBS_MAX, piece)
+    came = decode_reply(frame(encode_reply(token), limits.PROMPT_REPLY))
+    assert isinstance(came, Token)
+    assert (came.bytes, came.top[19][2]) == (bytes(limits.TOKEN_BYTES_MAX),) * 2
 
 
 def test_text_and_tokens_have_limits_of_their_own() -> None:

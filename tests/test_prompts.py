@@ -31,6 +31,7 @@ from swarmnode.leader.prompts import EFFECTS_MAX, PromptService, PromptStreams
 from swarmnode.leadership import NamedLeader
 from swarmnode.net.interface import Stream
 from swarmnode.net.memory import MemoryHub, MemoryNetwork, open_memory_hub
+from swarmnode.prompt_frames import decode_reply, encode_ask, encode_reply
 from swarmnode.prompt_messages import (
     PROTOCOL,
     Alive,
@@ -40,9 +41,6 @@ from swarmnode.prompt_messages import (
     Queued,
     Reply,
     Token,
-    decode_reply,
-    encode_ask,
-    encode_reply,
 )
 from swarmnode.wire import encode_frame, read_frame
 

@@ -23,6 +23,7 @@ from scheduler.requests import Effect, FailedEffect, FinishedEffect, QueuedEffec
 from swarmnode import limits
 from swarmnode.leader.engine import DecodeEngine
 from swarmnode.net.interface import NetworkError, ServesProtocols, Stream
+from swarmnode.prompt_frames import decode_ask, encode_reply, generated_count
 from swarmnode.prompt_messages import (
     PROTOCOL,
     Alive,
@@ -32,9 +33,6 @@ from swarmnode.prompt_messages import (
     Queued,
     Reply,
     Token,
-    decode_ask,
-    encode_reply,
-    generated_count,
 )
 from swarmnode.wire import Header, read_frame
 
@@ -126,6 +124,7 @@ class PromptService:
     async def _request(self, ask: Ask) -> Request:
         if (reason := self._ready()) is not None:
             raise reason
+        _refuse(ask)
         text = ask.prompt if ask.prompt is not None else self._vocabulary.render_chat(ask.messages)
         if len(text) <= _INLINE_TOKENIZE_CHARS:
             tokens = self._vocabulary.tokenize(text)
@@ -143,6 +142,7 @@ class PromptService:
             stop_at_end=not ask.ignore_eos,
             deadline_s=min(self._deadline_s, ask.deadline_s or self._deadline_s),
             generated=ask.generated,
+            choice=ask.choice,
         )
 
     async def _replies(self, receive: trio.MemoryReceiveChannel[Reply], log: Any) -> AsyncGenerator[Reply, None]:
@@ -265,6 +265,16 @@ class _Running:
         return _name(self.ask)
 
 
+def _refuse(ask: Ask) -> None:
+    """UsageError for what an answer cannot have here."""
+    if ask.grammar is not None or ask.json_schema is not None:
+        raise UsageError("this leader does not know grammars and JSON schemas")
+    if ask.tools:
+        raise UsageError("this leader does not know tools")
+    if ask.logprobs:
+        raise UsageError("this leader tells no alternatives to a token", hint="Ask with logprobs 0.")
+
+
 def _name(ask: Ask) -> str:
     """What the engine calls an attempt: effects of an older one must not be taken for this one's.
 
@@ -289,8 +299,8 @@ class _Sink:
                 reply = Queued(position)
                 if position == 0:
                     self._on_begin(self._ask.request_id)
-            case TokenEffect(_, index, token, text, _):
-                reply = Token(index, token, text)
+            case TokenEffect(_, index, token, text, logprob):
+                reply = Token(index, token, text, None if self._ask.logprobs is None else logprob)
             case FinishedEffect(_, reason, text, usage, timings, mixed):
                 reply = Done(reason, text, usage, timings, mixed)
             case FailedEffect(_, error):
