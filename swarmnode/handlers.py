@@ -19,7 +19,7 @@ import trio
 from capabilities.errors import NotReady, SwarmError, UsageError
 from scheduler.sampling import SamplingParams
 from swarmnode.asker import Asker
-from swarmnode.chat_messages import chat
+from swarmnode.chat_messages import Message, chat
 from swarmnode.control import ControlReply
 from swarmnode.leader.service import Leader
 from swarmnode.models import Models
@@ -244,7 +244,8 @@ def parse_ask(params: Params) -> Ask:
     Raises:
         UsageError: a value of the wrong kind or out of range.
     """
-    prompt, system = _text(params, "prompt"), params.get("system")
+    messages = _messages(params)
+    prompt, system = "" if messages else _text(params, "prompt"), params.get("system")
     if system is not None and not isinstance(system, str):
         raise UsageError("system is a text")
     stop = params.get("stop") or []
@@ -256,6 +257,8 @@ def parse_ask(params: Params) -> Ask:
     raw = bool(params.get("raw"))
     if raw and system is not None:
         raise UsageError("a raw prompt has no system text", hint="Put it into the prompt.")
+    if messages and (raw or system is not None):
+        raise UsageError("messages stand alone", hint="Put the system text before them, as a message.")
     seed = params.get("seed")
     names = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty")
     given = {name: params[name] for name in names if params.get(name) is not None}
@@ -263,11 +266,23 @@ def parse_ask(params: Params) -> Ask:
         request_id=new_request_id(),
         params=SamplingParams(**given, seed=new_seed() if seed is None else seed),
         prompt=prompt if raw else None,
-        messages=() if raw else chat(prompt, system),
+        messages=() if raw else messages or chat(prompt, system),
         max_tokens=max_tokens,
         stop=tuple(stop),
         ignore_eos=bool(params.get("ignore_eos")),
     )
+
+
+def _messages(params: Params) -> tuple[Message, ...]:
+    """A conversation in place of a prompt; Ask judges each message."""
+    messages = params.get("messages")
+    if messages is None:
+        return ()
+    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+        raise UsageError("messages is a list of objects", hint="Each has a role and a content.")
+    if "prompt" in params:
+        raise UsageError("a request has either a prompt or messages", hint="Leave one of them out.")
+    return tuple(messages)
 
 
 def _text(params: Params, key: str) -> str:

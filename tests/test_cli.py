@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import pty
 import re
 import shlex
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import threading
 import time
 import types
@@ -26,12 +23,11 @@ import trio
 from capabilities.errors import ContextLengthExceeded, ExpertsUnavailable, NoDaemon
 from swarmnode.cli import common, ctl, daemon, progress
 from swarmnode.config import Combine, default_text
-from swarmnode.control import ControlReply, serve_control
-from swarmnode.paths import find_paths
+from swarmnode.control import ControlReply
 from swarmnode.version import VERSION
+from tests.control_threads import SWARMCTL, control_thread, terminal
 
 PEER = "12D3KooWBhSrGJeT5RQc6KsaYCsKu1R8R3Yk3zPpJ1CBhCsVYM2W"
-SWARMCTL = [sys.executable, "-c", "from swarmnode.cli.ctl import main; main()"]
 STATUS = {
     "self": PEER,
     "leader": PEER,
@@ -145,25 +141,9 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fake(data_dir: Path) -> Iterator[FakeDaemon]:
-    fake, started, stop = FakeDaemon(), threading.Event(), trio.Event()
-    paths = find_paths(data_dir)
-    paths.make()
-    token: list[trio.lowlevel.TrioToken] = []
-
-    async def serve() -> None:
-        async with trio.open_nursery() as nursery:
-            await nursery.start(serve_control, paths.socket_to_bind(), fake.handlers())
-            token.append(trio.lowlevel.current_trio_token())
-            started.set()
-            await stop.wait()
-            nursery.cancel_scope.cancel()
-
-    thread = threading.Thread(target=trio.run, args=(serve,))
-    thread.start()
-    assert started.wait(10)
-    yield fake
-    trio.from_thread.run_sync(stop.set, trio_token=token[0])
-    thread.join(10)
+    fake = FakeDaemon()
+    with control_thread(data_dir, fake.handlers()):
+        yield fake
 
 
 @pytest.fixture
@@ -295,25 +275,12 @@ def test_terminal_gets_no_control_characters_and_a_summary(data_dir: Path, fake:
     assert "[3 tokens (stop), first after 0.10 s, 10.0 tokens/s]" in shown.decode()
 
 
-def _on_a_terminal(
-    *words: str, until: Callable[[str], bool], size: tuple[int, int] = (24, 80), **environment: str
-) -> tuple[int, str]:
+def _on_a_terminal(*words: str, until: Callable[[str], bool], **environment: str) -> tuple[int, str]:
     """Run swarmctl on a terminal, press Ctrl-C once `until` holds of what it showed; exit status and all of it."""
-    main_end, end = pty.openpty()
-    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
-    given = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"} | environment
-    # A session of its own, whose terminal this is: Ctrl-C then arrives as it does from a keyboard.
-    command = ["setsid", "--ctty", *SWARMCTL, *words]
-    with subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=given) as child:
-        os.close(end)
-        shown, pressed = b"", False
-        while chunk := _read(main_end):
-            shown += chunk
-            if not pressed and until(shown.decode(errors="replace")):
-                pressed = True
-                os.write(main_end, b"\x03")
-    os.close(main_end)
-    return child.returncode, shown.decode()
+    with terminal(*words, **environment) as session:
+        session.wait(until)
+        session.press("\x03")
+        return session.end(), session.shown
 
 
 def test_watching_redraws_without_clearing_and_ctrl_c_leaves_the_last_picture(data_dir: Path, fake: FakeDaemon) -> None:

@@ -2,7 +2,7 @@
 
 daemon     swarmnode run, config, version
 ctl        swarmctl demo, bench, and all the others put together; models adds `swarmctl model ...`
-asking     swarmctl ask
+asking     swarmctl ask; chat: the same in turns
 watching   swarmctl status, top
 completion  swarmctl completion
 equivalence  swarmctl equivalence; render_equivalence shows what it found

@@ -86,8 +86,11 @@ def standard_input() -> str:
         raise UsageError(message, hint="Convert it first, for example with iconv.") from error
 
 
-def show_answer(call: Call) -> None:
-    """Write text as it comes; place in the queue and speed go to standard error, if a person looks at it."""
+def show_answer(call: Call, heard: Callable[[str], object] = lambda _: None) -> None:
+    """Write text as it comes; place in the queue and speed go to standard error, if a person looks at it.
+
+    `heard` gets each piece as well, also of an answer that is stopped or fails.
+    """
     watched = sys.stderr.isatty()
     clean = printable_text if sys.stdout.isatty() else str
     last = "\n"
@@ -95,6 +98,7 @@ def show_answer(call: Call) -> None:
         for event in call:
             if event["event"] == "token" and (text := event.get("text")):
                 last = str(text)
+                heard(last)
                 sys.stdout.write(clean(last))
                 sys.stdout.flush()
             elif event["event"] == "queued" and watched and (position := event.get("position")):

@@ -12,6 +12,7 @@ import click
 from capabilities.errors import UsageError
 from swarmnode.cli import common
 from swarmnode.cli.asking import ask
+from swarmnode.cli.chat import chat
 from swarmnode.cli.common import Settings, common_options, pass_settings
 from swarmnode.cli.completion import completion
 from swarmnode.cli.equivalence import equivalence
@@ -41,7 +42,7 @@ def swarmctl() -> None:
     """
 
 
-for command in (status, top, ask, *BELONGING, *MESH, model, equivalence, completion):
+for command in (status, top, ask, chat, *BELONGING, *MESH, model, equivalence, completion):
     swarmctl.add_command(command)
 
 
