@@ -34,11 +34,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
+
+import numpy as np
 
 SHARE_MIN: Final = 0.05  # so that ninety answers hold an audit with 99 % probability: 0.95^90 = 0.0099
 AGREED_FIRST: Final = 10
@@ -271,7 +272,7 @@ class Audits:
         state.block += ratios
         if len(state.block) < BLOCK_ROWS:
             return False
-        median = statistics.median(state.block)
+        median = float(np.median(state.block))
         state.block.clear()
         return median > RATIO_LIMIT
 
