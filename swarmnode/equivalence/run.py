@@ -14,6 +14,7 @@ from swarmnode.equivalence.passes import LEVELS as LEVELS_OF_PASSES
 from swarmnode.equivalence.passes import pass_through
 from swarmnode.equivalence.splits import sizes_of, split_model
 from swarmnode.equivalence.targets import find_target
+from swarmnode.equivalence.task import task
 from swarmnode.equivalence.text import bundled_text
 
 Progress = Callable[[str, int, int], None]
@@ -54,6 +55,8 @@ def run_equivalence(
                 found += pass_through(split, text, tokens, progress).levels(wanted)
             if "generation" in of_model:
                 found.append(generation(split, text, prompts, answer_tokens, progress))
+            if "task" in of_model:
+                found.append(task(split, text, tokens, progress))
     found.sort(key=lambda level: LEVELS.index(level["level"]))
     return {
         "a": a,
