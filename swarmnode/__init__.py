@@ -24,7 +24,8 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
     machine_parts                                       all that a daemon has of its machine
     measuring, measure_child, measured                  what it really does: asked of its kernels, in a child process
     self_description                                    what this node's advert says
-    config, paths, logs, identity, durable, threads     what a daemon has on its machine (printable, version, machine)
+    config, paths, logs, identity, durable, threads     what a daemon has on its machine (printable, version, machine,
+                                                        log_file)
     local_experts, local_swarm, undivided, demo, bench  whole swarms on one machine, and llama.cpp beside them
     top                                                 what two statuses say of the time between them
     equivalence                                         how closely two backends of this machine agree

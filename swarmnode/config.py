@@ -216,13 +216,17 @@ class ComputeConfig(_Section):
 
 
 class LogConfig(_Section):
-    """Logs go to standard error. They never hold prompts, answers or tokens."""
+    """Logs go to standard error, and into the data folder. They never hold prompts, answers or tokens."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """info tells of joins, assignments and requests; debug also of each step."""
 
     format: Literal["auto", "human", "json"] = "auto"
-    """auto: human on a terminal, JSON lines otherwise."""
+    """On standard error. auto: human on a terminal, JSON lines otherwise."""
+
+    file_mib: Annotated[int, Field(ge=0, le=1 << 16)] = 16
+    """What logs in the data folder may take, for `swarmctl logs`; the oldest quarter goes when it is full. One
+    kind of fault, at the highest rate that is logged, takes over two hours for that. 0: no file."""
 
 
 class Config(_Section):

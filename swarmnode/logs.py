@@ -1,4 +1,4 @@
-"""Structured logs on standard error: for people on a terminal, one JSON object a line otherwise.
+"""Structured logs on standard error: for people on a terminal, one JSON object a line otherwise; and in a file.
 
     log = structlog.get_logger(__name__)    # at the top of a module
     with bound(request_id=request.id):      # every line from here on carries it, also in tasks started meanwhile
@@ -40,9 +40,15 @@ LINES_PER_MINUTE = 200  # of one event that names a peer: 0.1 MB; a swarm of 256
 
 
 def configure(
-    level: str = "info", format: Literal["auto", "human", "json"] = "auto", stream: TextIO | None = None
+    level: str = "info",
+    format: Literal["auto", "human", "json"] = "auto",
+    stream: TextIO | None = None,
+    file: logging.Handler | None = None,
 ) -> None:
-    """Send this process's logs to `stream` (standard error). Call it after libp2p's import, which resets its logger."""
+    """Send this process's logs to `stream` (standard error). Call it after libp2p's import, which resets its logger.
+
+    file: gets every line as well, as JSON.
+    """
     stream = sys.stderr if stream is None else stream
     human = format == "human" or (format == "auto" and stream.isatty())
     common: list[Any] = [
@@ -64,12 +70,20 @@ def configure(
     )
     handler = logging.StreamHandler(stream)
     remove = structlog.stdlib.ProcessorFormatter.remove_processors_meta
-    render: Any = structlog.processors.JSONRenderer(default=str)
+    as_json = structlog.processors.JSONRenderer(default=str)
+    render: Any = as_json
     if human:
         colors = stream.isatty() and "NO_COLOR" not in os.environ
         render = structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=[remove, render], foreign_pre_chain=common))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    handlers: list[logging.Handler] = [handler]
+    if file is not None:
+        stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
+        file.setFormatter(
+            structlog.stdlib.ProcessorFormatter(processors=[remove, stamp, as_json], foreign_pre_chain=common)
+        )
+        handlers.append(file)
+    logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
     for package in OUR_PACKAGES:
         logging.getLogger(package).setLevel(level.upper())
     libp2p = logging.getLogger("libp2p")

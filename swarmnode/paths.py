@@ -53,6 +53,11 @@ class Paths:
         return self.cache / "shards"
 
     @property
+    def logs(self) -> Path:
+        """The daemon's log (log_file.py)."""
+        return self.data / "logs"
+
+    @property
     def run(self) -> Path:
         """What lives as long as the daemon: the control socket, its lock."""
         return self.data / "run"

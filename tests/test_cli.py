@@ -571,7 +571,7 @@ def test_run_reads_the_configuration_that_is_meant(
 ) -> None:
     ran: list[tuple[str, Path]] = []
     _module(monkeypatch, "swarmnode.daemon", run=lambda config, paths: ran.append((config.node.name, paths.data)))
-    monkeypatch.setattr("swarmnode.logs.configure", lambda *_: None)
+    monkeypatch.setattr("swarmnode.logs.configure", lambda *_, **__: None)
     (tmp_path / "config.toml").write_text("[node]\nname = 'own'")
     (tmp_path / "other.toml").write_text("[node]\nname = 'other'")
     data = ["--data-dir", str(tmp_path)]

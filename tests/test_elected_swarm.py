@@ -15,7 +15,7 @@ import pytest
 import trio
 
 from scheduler.sampling import SamplingParams
-from swarmnode import limits
+from swarmnode import limits, log_file
 from swarmnode.control_client import Call
 from swarmnode.identity import Identity
 from swarmnode.local_swarm import LocalNode, LocalSwarm
@@ -112,6 +112,7 @@ def test_the_swarm_elects_places_and_answers(served: Elected) -> None:
     working = [node.status() for node in served.swarm.nodes]
     assert max(view["local"]["load"] for view in working) > 0
     assert working[0]["model"]["layers"]["decode_computed"] > 0
+    assert log_file.last_lines(served.leader.folder / "logs", 1)[0]
 
 
 def test_the_backbone_gets_ready_to_lead(served: Elected) -> None:

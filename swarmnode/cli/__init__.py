@@ -4,6 +4,7 @@ daemon     swarmnode run, config, version
 ctl        swarmctl demo, bench, and all the others put together; models adds `swarmctl model ...`
 asking     swarmctl ask; chat: the same in turns
 watching   swarmctl status, top
+logs       swarmctl logs
 completion  swarmctl completion
 equivalence  swarmctl equivalence; render_equivalence shows what it found
 mesh       swarmctl placement, drain, undrain

@@ -16,6 +16,7 @@ from swarmnode.cli.chat import chat
 from swarmnode.cli.common import Settings, common_options, pass_settings
 from swarmnode.cli.completion import completion
 from swarmnode.cli.equivalence import equivalence
+from swarmnode.cli.logs import logs
 from swarmnode.cli.mesh import COMMANDS as MESH
 from swarmnode.cli.models import model
 from swarmnode.cli.progress import ProgressLine
@@ -42,7 +43,7 @@ def swarmctl() -> None:
     """
 
 
-for command in (status, top, ask, chat, *BELONGING, *MESH, model, equivalence, completion):
+for command in (status, top, ask, chat, logs, *BELONGING, *MESH, model, equivalence, completion):
     swarmctl.add_command(command)
 
 

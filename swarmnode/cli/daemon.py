@@ -32,13 +32,15 @@ def run(settings: Settings, config_file: Path | None) -> None:
     from swarmnode import logs
     from swarmnode.config import load_config
     from swarmnode.daemon import run as run_daemon
+    from swarmnode.log_file import BoundedLogFile
     from swarmnode.paths import find_paths
 
     paths = find_paths(settings.data_dir)
     if config_file is None and paths.config_file.exists():
         config_file = paths.config_file
     config = load_config(config_file)
-    logs.configure(config.log.level, config.log.format)
+    file = BoundedLogFile(paths.logs, config.log.file_mib << 20) if config.log.file_mib else None
+    logs.configure(config.log.level, config.log.format, file=file)
     run_daemon(config, paths)
 
 
