@@ -10,7 +10,6 @@ answer       one answer while it grows
 batching     what the trunk decodes next, and what its logits mean for each request
 tool_calls   calls of tools in an answer
 parking      requests that wait for an expert that nobody can compute now
-audits       which answers of live work are recomputed, and what is found of a peer by them: the sequential test
 service_checks     how precisely workers add while they serve: whom to check when, and what that comes to
 settling     when to place experts anew
 placement    which peer holds which experts
@@ -23,6 +22,7 @@ advert_book  who is in the swarm, by what peers say of themselves: the newest wo
 advert_pace  when this node speaks of itself; own_word is its numbering, and whether somebody else uses its name
 advert_findings   clocks, versions, addresses and copied identities that are wrong, by name
 own_time, rates   a clock that leaves out this process's sleep; how often somebody may
+allowance    how much of this machine's time others may have for comparisons
 election     who leads, one object for each backbone peer: its parts are voter, candidacy, leadership and the
              backbone_ledger; election_roles, election_state, election_times, election_status, election_messages
              are what they share

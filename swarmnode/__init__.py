@@ -28,7 +28,8 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
                                                         log_file)
     local_experts, local_swarm, undivided, demo, bench  whole swarms on one machine, and llama.cpp beside them
     top                                                 what two statuses say of the time between them
-    equivalence                                         how closely two backends of this machine agree
+    equivalence                                         how closely two backends or peers agree
+    comparing                                           what peers compute for one another, so that it can be told
     local_founding                                      the records of such a swarm
     bootstrap                                           set-up, on the standard library alone
 

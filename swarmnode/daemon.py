@@ -15,6 +15,7 @@ import structlog
 import trio
 
 from backends.ggml import allow_wide_kernels
+from swarmnode.comparing.commands import CompareCommands
 from swarmnode.config import Config
 from swarmnode.control import serve_control
 from swarmnode.handlers import Handlers
@@ -47,7 +48,7 @@ async def _main(config: Config, paths: Paths, identity: Identity, threads: int) 
     async with trio.open_nursery() as nursery:
         node = await Node.open(config, paths, identity, threads)
         nursery.start_soon(_stop_on_signal, nursery.cancel_scope, node.goodbye)
-        handlers = {**Handlers(node).table(), **node.commands.table()}
+        handlers = {**Handlers(node).table(), **node.commands.table(), **CompareCommands(node).table()}
         await nursery.start(serve_control, paths.socket_to_bind(), handlers)
         _log.info("daemon.started", peer_id=identity.peer_id, threads=threads)
         await node.run()

@@ -398,6 +398,70 @@ MEASURE_SECONDS_MAX: Final = 90.0
 """One measurement in a child: its start, waiting 20 s for other daemons that measure, and 10 s of measuring, on a
 machine that is busy otherwise (it has the lowest priority)."""
 
+# --- Comparing: a member has another one compute, to see how it rounds ------------------------------------------------
+
+COMPARE_PAYLOAD_BYTES_MAX: Final = 4 * MIB
+"""Either way. A weight type's products at eight lengths are 1.7 MB; who compares experts' rows cuts them to fit."""
+
+COMPARE_REQUEST: Final = FrameLimits(1 * KIB, COMPARE_PAYLOAD_BYTES_MAX, items=16, text_bytes=128)
+COMPARE_REPLY: Final = FrameLimits(HEADER_BYTES_MAX, COMPARE_PAYLOAD_BYTES_MAX, items=ERROR_EXPERTS_MAX)
+
+COMPARE_STREAMS_PER_PEER_MAX: Final = 2
+"""One lives; a second appears while a command that was stopped winds down."""
+
+COMPARE_WAITING_MAX: Final = 8
+"""Askers that wait for their turn; one piece of work is done at a time. More hear `overloaded`."""
+
+COMPARE_LENGTHS_MAX: Final = 8
+COMPARE_LENGTH_MAX: Final = 32 * KIB
+COMPARE_WIDTHS_MAX: Final = 8
+COMPARE_WIDTH_MAX: Final = 512
+"""Sums and batches of one request: as long as the widest models' and llama.cpp's largest batch. All at their largest
+take half a minute of one core; the usual ones under a second."""
+
+COMPARE_ROWS_MAX: Final = 512
+"""Expert rows of one request: 64 tokens with eight experts each."""
+
+COMPARE_SLICE_ROWS: Final = 32
+"""Rows between two looks at whether a request waits for the kernels: 2 to 20 ms of work."""
+
+COMPARE_YIELD_FACTOR: Final = 9.0
+"""While this worker serves requests, a slice is followed by a pause of so many times what it took: a tenth of the
+kernels' time at most goes to comparisons."""
+
+COMPARE_YIELD_SECONDS_MAX: Final = 1.0
+"""The longest of these pauses: a request for rows still ends in time."""
+
+COMPARE_SECONDS_MAX: Final = 60.0
+"""One piece of work, its wait included; a child that computes is then ended."""
+
+COMPARE_ASKER_BURST_SECONDS: Final = 180.0
+COMPARE_ASKER_RATE: Final = 0.02
+"""Seconds of computing for one asker, and what comes back a second. All six levels of the demo model take about a
+minute of them; for ever after an asker has 2 % of one core."""
+
+COMPARE_BURST_SECONDS: Final = 360.0
+COMPARE_RATE: Final = 0.05
+"""The same for all askers together, so that many do not get what one may not: 5 % of one core in the long run, at the
+lowest priority."""
+
+COMPARE_ASKERS_MAX: Final = 512
+"""Askers whose share is remembered."""
+
+COMPARE_RELAYS_MAX: Final = 4
+"""Requests that a backbone peer passes on at a time, for members that cannot reach each other: 8 MiB each."""
+
+COMPARE_RELAY_BURST_BYTES: Final = 256 * MIB
+COMPARE_RELAY_BYTES_PER_SECOND: Final = 128.0 * KIB
+"""For one asker: a comparison of all levels over a small model once, and a trickle after that."""
+
+COMPARE_KEPT_STREAMS_MAX: Final = 8
+"""Streams to peers that a daemon keeps open for its own user's comparisons, the least used of which is closed."""
+
+COMPARE_DIAL_SECONDS_MAX: Final = 4.0
+COMPARE_DIALS_MAX: Final = 3
+"""One address of a peer that is to be compared, and how many are tried, before a backbone peer is asked to pass on."""
+
 # --- Who leads: the election among the backbone, and its word to every member -----------------------------------------
 
 ELECTION_FRAME: Final = FrameLimits(HEADER_BYTES_MAX, payload_bytes=0, items=16, text_bytes=4 * KIB)

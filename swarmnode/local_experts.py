@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -15,6 +16,12 @@ from backends.program import ExpertProgram
 from scheduler.combine import add_partials, weighted_sums
 from scheduler.dispatch import LayerRouting, PeerRows, Plan, check_reply, gather, plan
 from scheduler.placement import Placement
+
+
+class Computes(Protocol):
+    """The part of an ExpertBackend that computes."""
+
+    def compute(self, layer: int, x: F32, tokens: I32, experts: I32, *, ask_f32: bool = False) -> F32: ...
 
 
 class LocalExperts:
@@ -27,7 +34,7 @@ class LocalExperts:
         self,
         manifest: Manifest,
         placement: Placement,
-        workers: Mapping[str, ExpertBackend],
+        workers: Mapping[str, Computes],
         *,
         arrival: Callable[[Sequence[PeerRows]], Iterable[PeerRows]] = iter,
     ) -> None:

@@ -16,6 +16,7 @@ import trio
 
 from capabilities.errors import NotReady, UsageError
 from swarmnode.asker import Asker
+from swarmnode.comparing.asking import Asking
 from swarmnode.config import Config
 from swarmnode.identity import Identity
 from swarmnode.leader.service import Leader
@@ -150,6 +151,10 @@ class Node:
     @property
     def leader(self) -> Leader | None:
         return None if self._participant is None else self._participant.leader
+
+    @property
+    def asking(self) -> Asking:
+        return self._need_part().asking
 
     async def status(self) -> Mapping[str, Any]:
         if self._participant is None:

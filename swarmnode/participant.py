@@ -8,6 +8,7 @@ watch        who leads: whom the worker obeys, where prompts go          backbon
 admission    newcomers with an invite                                    swarm/admission.py
 shards       what this node holds, to whoever fetches it                 shards/serving.py
 worker       experts: assigned, loaded, computed                         worker/service.py
+comparing    what other members have computed here, to compare           comparing/service.py
 candidate    whether this node may lead, and with which model            candidate.py
 leader       while it does                                               leader/service.py
 """
@@ -33,6 +34,9 @@ from swarmnode.backbone.election_service import ElectionService
 from swarmnode.backbone.leader_watch import LeaderWatch
 from swarmnode.backbone.leadership_service import LeadershipService
 from swarmnode.candidate import Candidate
+from swarmnode.comparing.asking import Asking
+from swarmnode.comparing.service import CompareService
+from swarmnode.comparing.work import Work
 from swarmnode.config import Config
 from swarmnode.identity import Identity
 from swarmnode.leader.protocols import LeaderProtocols
@@ -107,6 +111,10 @@ class Participant:
             store, identity.sign, addresses=self._backbone_addresses, seat=self.election.vote_file
         )
         self.running = RunningSwarm(network, self.election.propose, self._spread)
+        self.asking = Asking(network, self._addresses_of, self._other_backbone_peers)
+        self._work = Work(
+            parts.facts.name, config.compute, self.worker, parts.paths.data, fast=config.leader.fast
+        )
         self._serving = Serving(models, parts.cache)
         self._mesh = SwarmMesh(
             me,
@@ -155,6 +163,7 @@ class Participant:
             ShardService(self._serving.find).register(self.members_only)
             serve_pings(self._network)
             serve_status(self.members_only, self._answer)
+            CompareService(self._network, self._work, self._is_backbone).register(self.members_only)
             nursery.start_soon(self.candidate.run)
             nursery.start_soon(self._lead)
             nursery.start_soon(self._renew)
@@ -308,10 +317,12 @@ class Participant:
         record = self._store.need()
         return self._parts.hello(certificate=record.certificate.to_bytes(), swarm=record.swarm)
 
-    def _roles(self) -> list[Role]:
+    def _is_backbone(self) -> bool:
         record = self._store.record
-        backbone = record is not None and record.peer in record.backbone.peers
-        return [Role.BACKBONE, Role.WORKER] if backbone else [Role.WORKER]
+        return record is not None and record.peer in record.backbone.peers
+
+    def _roles(self) -> list[Role]:
+        return [Role.BACKBONE, Role.WORKER] if self._is_backbone() else [Role.WORKER]
 
     def _phase(self) -> Phase:
         state = self.worker.membership.state

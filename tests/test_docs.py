@@ -18,6 +18,7 @@ from swarmnode import expert_messages, limits, pinger, prompt_messages, status_s
 from swarmnode.backbone import election_service, leadership_messages
 from swarmnode.cli.ctl import swarmctl
 from swarmnode.cli.daemon import swarmnode
+from swarmnode.comparing.messages import PROTOCOL as COMPARE_PROTOCOL
 from swarmnode.config import Config, parse_config
 from swarmnode.member_messages import PROTOCOL as MEMBER_PROTOCOL
 from swarmnode.net import limits as net_limits
@@ -193,8 +194,9 @@ def test_protocols_are_those_that_are_served() -> None:
         expert_messages, pinger, prompt_messages, status_service, election_service, leadership_messages,
         advert_exchange, news, join_messages,
     )  # fmt: skip
-    assert set(headings) == {module.PROTOCOL for module in modules} | {MEMBER_PROTOCOL, SHARDS_PROTOCOL}
-    assert len(headings) == 11
+    elsewhere = {MEMBER_PROTOCOL, SHARDS_PROTOCOL, COMPARE_PROTOCOL}
+    assert set(headings) == {module.PROTOCOL for module in modules} | elsewhere
+    assert len(headings) == 12
 
 
 def test_limits_are_those_in_force() -> None:

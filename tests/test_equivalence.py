@@ -21,13 +21,14 @@ from capabilities.errors import UnsupportedModel, UsageError
 from swarmnode.cli import common, ctl
 from swarmnode.cli import equivalence as command
 from swarmnode.equivalence.answers import PROMPT_TOKENS, race
-from swarmnode.equivalence.ops import Sizes, op_level
+from swarmnode.equivalence.ops import op_level
 from swarmnode.equivalence.page import page_of, write_page
 from swarmnode.equivalence.passes import WINDOW, decode
+from swarmnode.equivalence.recipes import Sizes
 from swarmnode.equivalence.run import run_equivalence
 from swarmnode.equivalence.splits import split_model
 from swarmnode.equivalence.targets import ACCUMULATION, ROUNDING, find_target
-from swarmnode.equivalence.text import bundled_questions
+from swarmnode.equivalence.text import bundled_text
 from swarmnode.local_experts import LocalExperts
 from tests.documents import first_codes, section
 from tests.expert_models import quiet, take_apart, tiny_file
@@ -35,11 +36,6 @@ from tests.expert_models import quiet, take_apart, tiny_file
 SMALL = Sizes(("q8_0",), (256, 2048), (1, 40))
 OF_MODELS = LEVELS[1:]
 WRONG = "tests.equivalence_backends:"
-
-
-@pytest.fixture(autouse=True)
-def few_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarmnode.equivalence.task.bundled_questions", lambda: bundled_questions()[:5])
 
 
 def ops(a: str, b: str, sizes: Sizes = SMALL) -> dict[str, Any]:
@@ -282,7 +278,7 @@ def test_routers_choose_what_they_are_told_to() -> None:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["peer:kitchen", "ggml-cpu:haswell", "ggml-nothing", "reference:f8", "nonsense"])
+@pytest.mark.parametrize("name", ["ggml-cpu:haswell", "ggml-nothing", "reference:f8", "nonsense"])
 def test_a_target_that_is_not_there_is_refused_with_what_is(name: str) -> None:
     with pytest.raises(UsageError, match=name) as caught:
         find_target(name)
@@ -337,8 +333,12 @@ def test_the_exit_status_tells(capfd: pytest.CaptureFixture[str]) -> None:
     status, out = run(capfd, "ggml-cpu", f"{WRONG}WrongExpert", *of_tiny)
     assert status == 1
     assert "logits: FAIL" in out
-    assert run(capfd, "ggml-cpu", "peer:kitchen", *of_tiny)[0] == 2
+    assert run(capfd, "ggml-cpu", "peer:kitchen", *of_tiny)[0] == 3
     assert run(capfd, "ggml-cpu")[0] == 2
+
+
+def test_the_text_is_long_enough_for_the_defaults() -> None:
+    assert len(bundled_text().split()) > 1500
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------

@@ -1,16 +1,19 @@
-"""`swarmctl equivalence A B`: how closely two backends of this machine agree, level by level."""
+"""`swarmctl equivalence A B`: how closely two backends of this machine, or two peers, agree, level by level."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from capabilities.errors import UsageError
+from capabilities.errors import ModelNotFound, UsageError
 from swarmnode.cli import common
 from swarmnode.cli.common import Settings, common_options, pass_settings
 from swarmnode.cli.progress import ProgressLine
+from swarmnode.control_client import request
 
 LEVELS = ("op", "layer", "logits", "decisions", "generation", "task")  # capabilities.equivalence, which imports NumPy
 TOKENS_MIN = 16
@@ -50,30 +53,31 @@ def equivalence(
     answer_tokens: int,
     page: Path | None,
 ) -> int:
-    """Compare two backends of this machine on the same work, level by level. Needs no daemon.
+    """Compare two backends on the same work, level by level. Without peers it needs no daemon.
 
-    A and B are each one of: ggml-cpu (or another device of this machine's ggml); reference (NumPy, float64 on
-    dequantised weights); reference:q8 (the same with activations rounded as ggml's CPU kernels round them);
-    reference:f32 and reference:f16 (other widths of accumulation); or an expert backend of your own as module:Class.
+    A and B are each one of: peer:NAME (a peer of the swarm, by its name, its id or the end of it); ggml-cpu (or another
+    device of this machine's ggml); reference (NumPy, float64 on dequantised weights); reference:q8 (the same with
+    activations rounded as ggml's CPU kernels round them); reference:f32 and reference:f16 (other widths of
+    accumulation); or an expert backend of your own as module:Class.
 
-    The exit status is 0 if every level is within its tolerance, 1 if not.
+    A peer computes operators with its own kernels, and the experts that it holds; the others are computed here. Levels
+    that need a model take the file that the swarm serves, unless --model names one.
+
+    The exit status is 0 if every level that could be judged is within its tolerance, 1 if not.
     """
     folder = page and page.absolute().parent
     if folder and not (folder.is_dir() and os.access(folder, os.W_OK)):  # minutes before it is needed
         raise UsageError(f"{page} cannot be written", hint="Choose another --html.")
     # Before NumPy is loaded: with one thread the same machine gives the same bits, and on a busy one sooner.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from swarmnode.equivalence.peers import open_swarm
     from swarmnode.equivalence.run import run_equivalence
 
-    def find() -> Path:
-        from swarmnode.bench import find_model
-
-        return find_model(model or "demo", progress)
-
-    with ProgressLine() as progress, common.without_daemon():
+    with ProgressLine() as progress, _daemon_where_needed(a, b):
         result = run_equivalence(
-            a, b, levels=levels or LEVELS, model=find, own_model=model is not None,
-            tokens=tokens, prompts=prompts, answer_tokens=answer_tokens, progress=progress,
+            a, b, levels=levels or LEVELS, model=lambda: _find_model(settings, model, (a, b), progress),
+            own_model=model is not None, tokens=tokens, prompts=prompts, answer_tokens=answer_tokens,
+            progress=progress, swarm=lambda: open_swarm(lambda: settings.socket),
         )  # fmt: skip
     if page is not None:
         from swarmnode.equivalence.page import write_page
@@ -86,3 +90,32 @@ def equivalence(
 
         print_equivalence(result)
     return 0 if result["pass"] else common.EXIT_NO
+
+
+def _daemon_where_needed(*targets: str) -> contextlib.AbstractContextManager[None]:
+    """Where a side is a peer, a missing daemon has the exit status of one."""
+    return contextlib.nullcontext() if any(map(_is_peer, targets)) else common.without_daemon()
+
+
+def _is_peer(target: str) -> bool:
+    return target.startswith("peer:")
+
+
+def _find_model(settings: Settings, named: str | None, targets: Sequence[str], progress: ProgressLine) -> Path:
+    """The file that models are compared on: the one that was named, or the swarm's where a side is a peer, or the demo.
+
+    Raises:
+        ModelNotFound: the swarm serves none whose file is here.
+        UsageError: there is no such file.
+    """
+    from swarmnode.bench import find_model
+
+    if named is not None or not any(map(_is_peer, targets)):
+        return find_model(named or "demo", progress)
+    models = request(settings.socket, "model_list", {})["models"]
+    served = next((model for model in models if model["active"] and model["files"] and not model["fault"]), None)
+    if served is None:
+        raise ModelNotFound(
+            "the file of the model that the swarm serves is not on this machine", hint="Name it with --model."
+        )
+    return Path(served["files"][0])

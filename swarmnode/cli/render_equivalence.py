@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -15,14 +15,30 @@ COLUMNS = 120  # where nobody looks
 _NOISE = "llama.cpp's own noise"
 
 
+WORDS: Final = {True: "pass", False: "FAIL", None: "not judged"}
+
+
+def share_line(share: Mapping[str, Any]) -> str:
+    """How much of a model a peer computed."""
+    return (
+        f"{share['peer']} computed the {share['held']} experts that it holds of {share['of']}, "
+        f"{share['rows']} of {share['rows_of']} rows; this machine the others"
+    )
+
+
 def print_equivalence(result: Mapping[str, Any]) -> None:
     """What `swarmctl equivalence` found."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else COLUMNS, highlight=False, markup=False)
     console.print(printable_line(f"A = {result['a']}, B = {result['b']}, model {result['model'] or '-'}"))
+    for side, share in result["experts"].items():
+        if share is not None:
+            console.print(printable_line(f"{side.upper()}: {share_line(share)}"))
     for level in result["levels"]:
-        console.print(f"\n{level['level']}: {'pass' if level['pass'] else 'FAIL'}")
+        console.print(f"\n{level['level']}: {WORDS[level['pass']]}")
         if reason := level.get("reason"):
             console.print(f"  {printable_line(reason)}")
+        if level["tolerance"] is None:
+            continue  # it could not be computed
         if level["level"] == "op":
             console.print(_operators(level))
             for note in level["skipped"]:
@@ -110,15 +126,10 @@ def _generation(level: Mapping[str, Any]) -> list[str]:
 
 
 def _task(level: Mapping[str, Any]) -> list[str]:
-    both = (("A and B", level), (_NOISE, level["noise_floor"]))
     return [
-        f"{what}: perplexity {found['perplexity_a']:.4g} and {found['perplexity_b']:.4g} over {found['positions']} "
-        f"tokens, paired difference {found['nll_difference']:+.2e} (standard error {found['standard_error']:.1e}) nats"
-        for what, found in both
-    ] + [
-        f"{what}: {found['accuracy_a']:.1%} and {found['accuracy_b']:.1%} of {found['questions']} questions right, "
-        f"{found['changed']} answers changed, {found['changed_predicted']:.1f} predicted"
-        for what, found in ((what, found["choices"]) for what, found in both)
+        f"{what}: perplexity {found['perplexity_a']:.4g} and {found['perplexity_b']:.4g}, paired difference "
+        f"{found['nll_difference']:+.2e} (standard error {found['standard_error']:.1e}) nats a token"
+        for what, found in (("A and B", level), (_NOISE, level["noise_floor"]))
     ]
 
 

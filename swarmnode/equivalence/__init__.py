@@ -1,14 +1,16 @@
-"""`swarmctl equivalence A B`: what two backends' numbers differ by, on one machine and without a daemon.
+"""`swarmctl equivalence A B`: what two backends' or two peers' numbers differ by; without peers no daemon is needed.
 
     targets    what can be compared, by name, and what of it can be switched
+    peers      peers as targets: by name, and what they compute by way of this machine's daemon
+    recipes    what the level op computes, by name, so that another machine can compute the same
     ops        the level op: single operators, by weight type and batch width
     splits     one model in llama.cpp whose experts two targets compute in turn
-    passes     a text through both models: the levels layer, logits and decisions
-    task       the text's perplexity and questions with four answers: the level task
+    shared     a side's experts on two machines: those that a peer holds, and the rest
+    passes     a text through both models: the levels layer, logits, decisions and task
     answers    greedy answers of both models: the level generation
-    text       the text and the questions that models are compared on
+    text       the text that models are compared on
     run        all of it, and the report
     page       the report as a page to look at
 
-Figures and verdicts are in capabilities/equivalence.py and task_level.py, limits in capabilities/tolerances.py.
+Figures and verdicts are in capabilities/equivalence.py, limits in capabilities/tolerances.py.
 """

@@ -10,45 +10,22 @@ the switch that takes most of the difference away names its cause.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Final
 
-import numpy as np
-
-from backends.experts import F32, ExpertBackend
+from backends.experts import F32
 from backends.gguf_types import GGML_TYPES
-from backends.measure import measure_precision
-from backends.probe_weights import WEIGHT_TYPES, ProbeLayer, gated_layer, product_layer
+from backends.probe_weights import WEIGHT_TYPES
 from capabilities.equivalence import Difference, difference, worst
 from capabilities.errors import UnsupportedModel
-from capabilities.precision import Precision, Verdict
+from capabilities.precision import Precision
 from capabilities.tolerances import RowLimits, element_limits, product_limits, row_limits
+from swarmnode.equivalence.recipes import AFAR_WIDTHS, GATED_LENGTH, ROW_LENGTHS, ROW_OPERATORS, Recipe, Sizes
 from swarmnode.equivalence.targets import EXACT, ROUNDED, Target, find_target
 
 Progress = Callable[[str, int, int], None]
 
-WIDTHS: Final = (1, 2, 5, 9, 33, 128, 512)  # of batches: on both sides of the limits at which kernels change
-LENGTHS: Final = (256, 2048, 8192)  # of sums: a head's, a model's width, a wide feed-forward block's
-TYPES: Final = ("f32", "f16", "bf16", "q4_0", "q4_1", "q8_0", "q4_K", "q6_K")  # where no model says which
-ROW_WIDTHS: Final = (256, 4096)  # of softmax and norms
-GATED_WIDTH: Final = 256
-ROWS_MIN: Final = 32  # that a median is taken of, at any batch width
 CAUSE_SHARE: Final = 0.5  # a switch is the cause if it leaves less than this of the difference
-_PRECISION_WIDTHS: Final = (1, 33, 512)
-_OUTPUTS: Final = 64
-_EXPERTS: Final = 2
-_SEED: Final = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Weight types by ggml's names, lengths of sums, batch widths."""
-
-    types: tuple[str, ...] = TYPES
-    lengths: tuple[int, ...] = LENGTHS
-    widths: tuple[int, ...] = WIDTHS
-
 
 def op_level(a: Target, b: Target, sizes: Sizes, progress: Progress) -> dict[str, Any]:
     """Compare two targets. `ops` of the result has a row for each operator; what a side cannot do is in `skipped`.
@@ -69,7 +46,7 @@ def op_level(a: Target, b: Target, sizes: Sizes, progress: Progress) -> dict[str
         raise UnsupportedModel(f"{a.name} and {b.name} share no weight type: {'; '.join(skipped)}")
     progress("op: single values and rows", len(numbers), len(numbers) + 1)
     rows.append(_gated(a, b, sizes))
-    if a.rows is not None and b.rows is not None:
+    if a.computes_rows and b.computes_rows:
         rows += _rows(a, b, sizes)
     else:
         skipped.append("softmax, rms_norm: a backend of experts alone computes neither")
@@ -100,17 +77,17 @@ def _reason(row: Mapping[str, Any]) -> str:
 
 def _products(a: Target, b: Target, kind: int, sizes: Sizes) -> Iterator[dict[str, Any]]:
     sides = [("a", a), ("b", b)]
-    measured = {side: _precision(target, kind) for side, target in sides}
     weights = GGML_TYPES[kind]
+    measured = {side: target.precision(weights.name) for side, target in sides}
     for length in sizes.lengths:
-        probe = product_layer(kind, length, _OUTPUTS, _EXPERTS)
-        terms = probe.layer.n_in
-        of_a, of_b = (_outputs(target, probe, sizes.widths) for target in (a, b))
+        recipe = Recipe("matmul", weights.name, length, sizes.widths)
+        terms = recipe.values
+        of_a, of_b = a.outputs(recipe), b.outputs(recipe)
         known = {a.name: of_a, b.name: of_b}
 
-        def outputs_of(target: Target, known: dict[str, list[F32]] = known, probe: ProbeLayer = probe) -> list[F32]:
+        def outputs_of(target: Target, known: dict[str, list[F32]] = known, recipe: Recipe = recipe) -> list[F32]:
             if target.name not in known:
-                known[target.name] = _outputs(target, probe, sizes.widths)
+                known[target.name] = target.outputs(recipe)
             return known[target.name]
 
         exact, rounded = outputs_of(find_target(EXACT)), outputs_of(find_target(ROUNDED))
@@ -130,14 +107,6 @@ def _products(a: Target, b: Target, kind: int, sizes: Sizes) -> Iterator[dict[st
         yield row
 
 
-def _precision(target: Target, kind: int) -> Verdict:
-    backend = target.make()
-    try:
-        return measure_precision(backend, kind, _PRECISION_WIDTHS)
-    finally:
-        backend.close()
-
-
 def _causes(a: Target, b: Target, outputs_of: Callable[[Target], list[F32]]) -> tuple[list[dict[str, Any]], str | None]:
     """What is left of the difference with one thing switched, and the switch that leaves least, if little enough."""
     of_a, of_b = outputs_of(a), outputs_of(b)
@@ -150,36 +119,6 @@ def _causes(a: Target, b: Target, outputs_of: Callable[[Target], list[F32]]) -> 
     best = min(found, key=lambda row: row["relative_l2"], default=None)
     named = best is not None and before > 0 and best["relative_l2"] < CAUSE_SHARE * before
     return found, best["cause"] if best is not None and named else None
-
-
-def _outputs(target: Target, probe: ProbeLayer, widths: Sequence[int]) -> list[F32]:
-    """One result for each batch width: rows [width or more, n_out], spread over the probe's experts."""
-    x = _noise(max(widths), probe.layer.n_in)
-    number, tokens = probe.layer.layer, np.arange(len(x), dtype=np.int32)
-    with _holding(target, probe) as backend:
-        return [
-            _in_batches(x, n, lambda rows: backend.compute(number, rows, tokens[: len(rows)], tokens[: len(rows)] % 2))
-            for n in widths
-        ]
-
-
-def _noise(rows: int, width: int) -> F32:
-    return np.random.default_rng(_SEED).standard_normal((max(rows, ROWS_MIN), width), np.float32)
-
-
-def _in_batches(x: F32, width: int, compute: Callable[[F32], F32]) -> F32:
-    """ROWS_MIN rows or more in batches of exactly `width`: a median of one row would say little."""
-    starts = range(0, max(width, ROWS_MIN // width * width), width)
-    return np.concatenate([compute(x[start : start + width]) for start in starts])
-
-
-@contextmanager
-def _holding(target: Target, probe: ProbeLayer) -> Iterator[ExpertBackend]:
-    with ExitStack() as stack:
-        backend = target.make()
-        stack.callback(backend.close)
-        backend.load_layer(probe.layer, probe.program, probe.experts, probe.read)
-        yield backend
 
 
 def _difference(a: Sequence[F32], b: Sequence[F32]) -> Difference:
@@ -208,19 +147,13 @@ def _row(
 
 
 def _gated(a: Target, b: Target, sizes: Sizes) -> dict[str, Any]:
-    probe = gated_layer(GATED_WIDTH, _EXPERTS)
-    of_a, of_b = (_outputs(target, probe, sizes.widths) for target in (a, b))
-    return _row("swiglu", None, GATED_WIDTH, of_a, of_b, element_limits())
+    recipe = Recipe("swiglu", "", GATED_LENGTH, sizes.widths)
+    return _row("swiglu", None, GATED_LENGTH, a.outputs(recipe), b.outputs(recipe), element_limits())
 
 
 def _rows(a: Target, b: Target, sizes: Sizes) -> Iterator[dict[str, Any]]:
-    assert a.rows is not None
-    assert b.rows is not None
-    for width in ROW_WIDTHS:
-        x = 3 * _noise(max(sizes.widths), width)
-        for op, one, other in (
-            ("softmax", a.rows.softmax, b.rows.softmax),
-            ("rms_norm", a.rows.rms_norm, b.rows.rms_norm),
-        ):
-            results = [[_in_batches(x, n, compute) for n in sizes.widths] for compute in (one, other)]
-            yield _row(op, None, width, results[0], results[1], row_limits(width))
+    widths = sizes.widths if a.afar is None and b.afar is None else AFAR_WIDTHS
+    for width in ROW_LENGTHS:
+        for op in ROW_OPERATORS:
+            recipe = Recipe(op, "", width, widths)
+            yield _row(op, None, width, a.outputs(recipe), b.outputs(recipe), row_limits(width))

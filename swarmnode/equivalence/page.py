@@ -40,7 +40,7 @@ def write_page(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def page_of(result: Mapping[str, Any]) -> str:
-    levels = {level["level"]: level for level in result["levels"]}
+    levels = {level["level"]: level for level in result["levels"] if level["tolerance"] is not None}
     title = escape(f"{result['a']} and {result['b']}")
     parts = [f"<h1>{title}</h1>", f"<p>Model: {escape(result['model'] or 'none')}</p>", _verdicts(result["levels"])]
     if "op" in levels:
@@ -64,7 +64,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _word(passed: bool) -> str:
+def _word(passed: bool | None) -> str:
+    if passed is None:
+        return "not judged"
     return '<span class="pass">pass</span>' if passed else '<span class="fail">fail</span>'
 
 
@@ -76,6 +78,8 @@ def _verdicts(levels: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _key_figure(level: Mapping[str, Any]) -> str:
+    if level["tolerance"] is None:
+        return ""
     match level["level"]:
         case "op":
             worst = max(level["ops"], key=lambda row: float(row["relative_l2"]))

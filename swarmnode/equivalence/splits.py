@@ -15,6 +15,7 @@ from typing import Final
 
 from backends.add_model import build_manifest
 from backends.expert_source import GGUFExpertSource
+from backends.experts import ExpertBackend
 from backends.gguf_file import GGUFFile
 from backends.gguf_types import GGML_TYPES
 from backends.learn import LearnedModel, make_trunk
@@ -24,8 +25,9 @@ from backends.moe_hook import Hook, ServingHook
 from backends.trace import TracingHook
 from capabilities.errors import UnsupportedModel
 from scheduler.placement import LayerSpec, WorkerSpec, even_split
-from swarmnode.equivalence.ops import LENGTHS, Sizes
-from swarmnode.equivalence.targets import Target
+from swarmnode.equivalence.recipes import LENGTHS, Sizes
+from swarmnode.equivalence.shared import Share, SharedExperts, share_of
+from swarmnode.equivalence.targets import STAND_IN, Target, find_target
 from swarmnode.local_experts import LocalExperts, load_experts
 
 Progress = Callable[[str, int, int], None]
@@ -35,13 +37,17 @@ _WORKER: Final = "one"
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """A model taken apart and loaded on both sides. Each side's executor computes every expert."""
+    """A model taken apart and loaded on both sides. Each side's executor computes every expert.
+
+    shares: what of them a side's peer computes; None where a side is this machine alone.
+    """
 
     whole: Path
     trunk: Path
     learned: LearnedModel
     manifest: Manifest
     executors: tuple[LocalExperts, LocalExperts]
+    shares: tuple[Share | None, Share | None] = (None, None)
 
     def hooks(self) -> tuple[TracingHook, TracingHook]:
         """One for each side: it computes the experts there and keeps what passes."""
@@ -84,14 +90,26 @@ def split_model(file: Path, a: Target, b: Target, progress: Progress) -> Iterato
         manifest = build_manifest(gguf, learned, gguf.stem, FileHash(bytes(32), trunk.stat().st_size, ()), progress)
         specs = [LayerSpec(layer.layer, layer.n_expert, layer.expert_bytes) for layer in manifest.layers]
         placement = even_split(specs, [WorkerSpec(_WORKER, 1 << 62)], term=1, epoch=1)
-        source, executors = GGUFExpertSource(gguf, manifest), []
-        for target in (a, b):
-            progress(f"loading the experts on {target.name}", 0, 1)
-            backend = target.make()
-            stack.callback(backend.close)
-            load_experts(backend, manifest, placement.held_by(_WORKER), source)
-            executors.append(LocalExperts(manifest, placement, {_WORKER: backend}))
-        yield Split(file, trunk, learned, manifest, (executors[0], executors[1]))
+        shares = [None if target.afar is None else share_of(target.afar, manifest) for target in (a, b)]
+        source, loaded = GGUFExpertSource(gguf, manifest), dict[str, ExpertBackend]()
+
+        def backend_of(target: Target) -> ExpertBackend:
+            if target.name not in loaded:
+                progress(f"loading the experts on {target.name}", 0, 1)
+                backend = target.make()
+                stack.callback(backend.close)
+                load_experts(backend, manifest, placement.held_by(_WORKER), source)
+                loaded[target.name] = backend
+            return loaded[target.name]
+
+        def executor_of(target: Target, other: Target, share: Share | None) -> LocalExperts:
+            if share is None:
+                return LocalExperts(manifest, placement, {_WORKER: backend_of(target)})
+            rest = backend_of(other if other.afar is None else find_target(STAND_IN))
+            return LocalExperts(manifest, placement, {_WORKER: SharedExperts(share, manifest, rest)})
+
+        executors = executor_of(a, b, shares[0]), executor_of(b, a, shares[1])
+        yield Split(file, trunk, learned, manifest, executors, (shares[0], shares[1]))
 
 
 def sizes_of(file: Path) -> Sizes:

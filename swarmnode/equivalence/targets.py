@@ -1,4 +1,4 @@
-"""What can be compared: a backend of this machine, by the name that the command line knows it by."""
+"""What can be compared, by the name that the command line knows it by: a backend of this machine, or a peer."""
 
 from __future__ import annotations
 
@@ -10,32 +10,58 @@ from typing import Final
 import numpy as np
 
 from backends.device import Device, list_devices
-from backends.experts import ExpertBackend, GgmlExperts
+from backends.experts import F32, ExpertBackend, GgmlExperts
+from backends.measure import measure_precision
 from backends.numpy_reference import Accumulate, NumpyExperts
 from backends.row_operators import GgmlRows, NumpyRows, RowOperators
 from capabilities.errors import UsageError
+from capabilities.precision import Verdict
 from swarmnode.compute import load_factory
+from swarmnode.equivalence.peers import PREFIX, PeerRow, RemotePeer, Swarm, no_swarm
+from swarmnode.equivalence.recipes import Recipe, Sizes, compute, type_of
 
 ROUNDING: Final = "activation rounding"
 ACCUMULATION: Final = "accumulation"
 
 _FACTORY: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_RESERVED: Final = ("peer", "reference")  # no modules, whatever stands behind the colon
+_RESERVED: Final = ("reference",)  # no module, whatever stands behind the colon
 _THREADS: Final = 1
+USUAL: Final = Sizes()
+PRECISION_WIDTHS: Final = (1, 33, 512)  # at which a side's own rounding is measured
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     """One side of a comparison.
 
-    rows: softmax and norms, None where a target computes experts alone.
+    make: its kernels, on this machine. rows: softmax and norms, None where a target computes experts alone.
     switches: what would be said of it with one thing changed, by the cause that this changes.
+    afar: the peer that computes in place of this machine; `make` is then what stands in for experts that it lacks.
     """
 
     name: str
     make: Callable[[], ExpertBackend]
     rows: RowOperators | None = None
     switches: Mapping[str, Target] = field(default_factory=dict)
+    afar: RemotePeer | None = None
+
+    @property
+    def computes_rows(self) -> bool:
+        return self.rows is not None if self.afar is None else self.afar.computes_rows
+
+    def outputs(self, recipe: Recipe) -> list[F32]:
+        """One result for each batch width. UnsupportedModel if it does not know the weight type."""
+        return compute(recipe, self.make, self.rows) if self.afar is None else self.afar.outputs(recipe)
+
+    def precision(self, kind: str) -> Verdict:
+        """How its products over weights of a type round, as measured. UnsupportedModel likewise."""
+        if self.afar is not None:
+            return self.afar.precision(kind)
+        backend = self.make()
+        try:
+            return measure_precision(backend, type_of(kind), PRECISION_WIDTHS)
+        finally:
+            backend.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +93,23 @@ _REFERENCES: Final = {
     "reference:f32": _Reference("float32", False),
     "reference:f16": _Reference("float16", False),
 }
+STAND_IN: Final = "ggml-cpu"
 EXACT: Final = "reference"
 ROUNDED: Final = "reference:q8"
 
 
-def find_target(name: str) -> Target:
-    """A target by its name.
+def find_target(name: str, swarm: Callable[[], Swarm] = no_swarm, sizes: Sizes = USUAL) -> Target:
+    """A target by its name. `swarm`: who is asked for peers, and `sizes` what of.
 
     Raises:
         UsageError: there is no such target here, or the factory cannot be loaded.
+        NoDaemon: a peer, and no daemon runs.
     """
     if known := _REFERENCES.get(name):
         return known.target()
+    if name.startswith(PREFIX):
+        found = swarm()
+        return peer_target(found, found.find(name.removeprefix(PREFIX)), sizes)
     devices = {f"ggml-{info.name.lower()}": info.name for info in list_devices()}
     if name in devices:
         device = Device(devices[name], threads=_THREADS)
@@ -90,3 +121,9 @@ def find_target(name: str) -> Target:
         f"there is no {name} to compare with",
         hint=f"Choose from: {', '.join([*devices, *_REFERENCES])}, or a class of your own as module:Class.",
     )
+
+
+def peer_target(swarm: Swarm, row: PeerRow, sizes: Sizes) -> Target:
+    """A peer as a target."""
+    stand_in = find_target(STAND_IN)
+    return Target(f"{PREFIX}{row.name}", stand_in.make, afar=RemotePeer(row, swarm.ask, sizes))
