@@ -25,6 +25,11 @@ class Vocabulary:
         self.chat_template: str | None = template.decode(errors="replace") if template else None
         self._pieces: dict[int, bytes] = {}
 
+    @property
+    def pointer(self) -> Any:
+        """llama.cpp's vocabulary itself."""
+        return self._vocab
+
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of a text. `add_special` adds the model's start token, `parse_special` reads control tokens.
 
@@ -51,6 +56,10 @@ class Vocabulary:
                 n = lc.llama_token_to_piece(self._vocab, token, buffer, -n, 0, False)
             self._pieces[token] = buffer.raw[: max(n, 0)]
         return self._pieces[token]
+
+    def shown(self, token: int) -> bytes:
+        """The bytes of one token as they are shown to people: `piece`, and the name of a control token."""
+        return self.piece(token) or self._special_text(token).encode()
 
     def is_end(self, token: int) -> bool:
         """Whether the token ends a generation."""

@@ -8,6 +8,7 @@ attempts     one request on the asker's side, across the leaders that come and g
 requests     what enters and leaves the batcher
 answer       one answer while it grows
 batching     what the trunk decodes next, and what its logits mean for each request
+constraint   what narrows an answer down to the language of a grammar
 tool_calls   calls of tools in an answer
 parking      requests that wait for an expert that nobody can compute now
 service_checks     how precisely workers add while they serve: whom to check when, and what that comes to

@@ -55,7 +55,7 @@ class Answer:
         self._text = TextStream(request.stop)
         for token in request.generated:  # whoever continues the answer has this text already
             self._extend_text(token)
-        self._end_if_full()
+        self._end_if_complete()
 
     @property
     def missing(self) -> int:
@@ -73,20 +73,24 @@ class Answer:
     def take(self, logits: NDArray[np.float32], now: float) -> TokenEffect | None:
         """Sample the next token from logits [n_vocab]; None for the end token, which is no part of the answer.
 
-        `ended` is set if that was the last. Raises NonFiniteLogits.
+        `ended` is set if that was the last. Raises NonFiniteLogits, and what the request's constraint raises.
         """
         request = self.request
         history: Sequence[int] = self.tokens[len(request.prompt_tokens) :] if request.params.penalises else ()
-        sampled = sample(logits, request.params, len(self.tokens), request.choice, history)
+        constraint = request.constraint
+        allowed = None if constraint is None else constraint.allowed()
+        sampled = sample(logits, request.params, len(self.tokens), request.choice, history, allowed, request.logprobs)
         if self._first_token_at is None:
             self._first_token_at = now
         if request.stop_at_end and self._vocabulary.is_end(sampled.token):
             self.ended = "stop"
             return None
         self.tokens.append(sampled.token)
+        if constraint is not None:
+            constraint.accept(sampled.token)
         text = self._extend_text(sampled.token)
-        self._end_if_full()
-        return TokenEffect(request.id, self.completion - 1, sampled.token, text, sampled.logprob)
+        self._end_if_complete()
+        return TokenEffect(request.id, self.completion - 1, sampled.token, text, sampled.logprob, sampled.top)
 
     def finish(self, now: float) -> FinishedEffect:
         """The terminal effect of an answer that has ended, with the text that was still held back."""
@@ -111,7 +115,9 @@ class Answer:
             self.ended = "stop"
         return delta.text
 
-    def _end_if_full(self) -> None:
+    def _end_if_complete(self) -> None:
+        if self.ended is None and self.request.constraint is not None and self.request.constraint.complete:
+            self.ended = "stop"
         # The newest token needs a cell only to be followed by another: an answer may be one longer than the cache.
         full = self.completion >= self.request.max_tokens or len(self.tokens) > self._context_tokens
         if full and self.ended is None:

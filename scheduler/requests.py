@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from capabilities.errors import SwarmError, UsageError
+from scheduler.constraint import Constraint
 from scheduler.sampling import SamplingParams
 from scheduler.text_stream import check_stops
 
@@ -30,6 +31,8 @@ class Request:
     generated      the answer so far, if the request continues one
     choice         which of several answers to the same prompt this is; it selects the random numbers
     stop_at_end    False makes the model's end tokens ordinary ones (for benchmarks of a fixed length)
+    logprobs       tell each token's probability precisely, and so many of the likeliest tokens; None: neither
+    constraint     narrows the answer down; it has seen `generated`, and belongs to this request alone
     """
 
     id: str
@@ -41,6 +44,8 @@ class Request:
     generated: tuple[int, ...] = field(default=(), repr=False)
     choice: int = 0
     stop_at_end: bool = True
+    logprobs: int | None = None
+    constraint: Constraint | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not 0 < len(self.id) <= ID_CHARACTERS_MAX:
@@ -56,6 +61,8 @@ class Request:
         if type(self.choice) is not int or not 0 <= self.choice < 2**32:
             raise UsageError(f"choice must be a whole number from 0 to 4294967295, not {self.choice!r:.40}")
         check_stops(self.stop)
+        if self.constraint is not None and not self.stop_at_end:
+            raise UsageError("an answer with a grammar ends where the grammar does: end tokens cannot be ignored")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +101,7 @@ class TokenEffect:
     index    its place in the answer, from 0; each index comes once, in order
     text     what became safe to show with it: may be empty, may end the text of earlier tokens
     logprob  natural logarithm, under the model's own distribution
+    top      the likeliest tokens with theirs, where the request asks for them
     """
 
     request: str
@@ -101,6 +109,7 @@ class TokenEffect:
     token: int
     text: str = field(repr=False)
     logprob: float
+    top: tuple[tuple[int, float], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,10 +84,14 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A token, and its natural-log probability under the model's own distribution (no filter, no temperature)."""
+    """A token, and its natural-log probability under the model's own distribution (no filter, no temperature).
+
+    top  the likeliest tokens under it, with theirs, as many as were asked for; the lower id first on a tie
+    """
 
     token: int
     logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
@@ -105,19 +109,27 @@ def sample(
     position: int,
     choice: int = 0,
     history: Sequence[int] = (),
+    allowed: NDArray[np.bool_] | None = None,
+    top: int | None = None,
 ) -> Sampled:
     """Choose the token at `position` (the number of tokens before it, prompt included).
 
     logits: float32 [n_vocab], left as they are. history: the tokens generated so far, read only if a penalty is set.
-    Raises NonFiniteLogits, and UsageError if logit_bias names a token outside the vocabulary.
+    allowed: bool [n_vocab], where some tokens are out of the question. top: how many of the likeliest to tell; None:
+    none, and `logprob` only to float32's precision. Raises NonFiniteLogits, and UsageError if logit_bias names a token
+    outside the vocabulary.
     """
     _require_finite(logits)
     scores = _adjust(logits, params, history)
+    if allowed is not None:
+        scores = np.where(allowed, scores, np.float32(-np.inf))
     if params.temperature == 0:
         token = int(np.argmax(scores))  # the first maximum: the lowest id
     else:
         token = _draw(scores, params, uniform(params.seed, choice, position))
-    return Sampled(token, _logprob(logits, token))
+    if top is None:
+        return Sampled(token, _logprob(logits, token))
+    return _with_logprobs(logits, token, top)
 
 
 def _draw(scores: NDArray[np.float32], params: SamplingParams, u: float) -> int:
@@ -140,7 +152,7 @@ class _Ranking:
         self._order = np.empty(0, dtype=np.int64)
 
     def token(self, rank: int) -> int:
-        return int(self._first(rank + 1)[rank])
+        return int(self.first(rank + 1)[rank])
 
     def reach(self, kept: int, share: float, temperature: float, side: Literal["left", "right"]) -> int:
         """The first rank of the best `kept` whose summed weights reach ("left") or pass ("right") that share of all."""
@@ -148,14 +160,15 @@ class _Ranking:
         sizes = [size for size in _PREFIX_SIZES if size < kept] if whole else []
         total = float(self._weights(self._scores, temperature).sum()) if whole else None
         for size in (*sizes, kept):
-            sums = self._weights(self._scores[self._first(size)], temperature).cumsum()
+            sums = self._weights(self._scores[self.first(size)], temperature).cumsum()
             target = share * (float(sums[-1]) if total is None else total)
             rank = int(np.searchsorted(sums, target, side))
             if rank < size:
                 return rank
         return int(np.searchsorted(sums, sums[-1], "left"))  # rounding left the share unreached: the last with weight
 
-    def _first(self, count: int) -> NDArray[np.int64]:
+    def first(self, count: int) -> NDArray[np.int64]:
+        """The best `count` tokens, int64 [count]."""
         if len(self._order) < count:
             cut = len(self._scores) - count
             good = np.flatnonzero(self._scores >= np.partition(self._scores, cut)[cut])  # more, if scores tie there
@@ -193,6 +206,14 @@ def _logprob(logits: NDArray[np.float32], token: int) -> float:
     with np.errstate(over="ignore", under="ignore"):
         total = float(np.exp(logits - best).sum(dtype=np.float64))
     return float(logits[token]) - float(best) - math.log(total)
+
+
+def _with_logprobs(logits: NDArray[np.float32], token: int, top: int) -> Sampled:
+    """In float64: these numbers are what was asked for."""
+    shifted = logits.astype(np.float64) - float(logits.max())
+    logprobs = shifted - math.log(float(np.exp(shifted).sum()))
+    best = _Ranking(logits).first(min(top, len(logits)))
+    return Sampled(token, float(logprobs[token]), tuple((int(t), float(logprobs[t])) for t in best))
 
 
 def _require_finite(logits: NDArray[np.float32]) -> None:

@@ -23,7 +23,7 @@ from swarmnode.chat_messages import Message, chat
 from swarmnode.control import ControlReply
 from swarmnode.leader.service import Leader
 from swarmnode.models import Models
-from swarmnode.prompt_messages import Alive, Ask, Done, Failed, Queued, Token, new_request_id, new_seed
+from swarmnode.prompt_messages import Alive, Ask, Done, Failed, Queued, Token, loggable, new_request_id, new_seed
 
 _log = structlog.get_logger(__name__)
 
@@ -129,7 +129,7 @@ class Handlers:
                     case Done():
                         done = item
                     case Failed(error):
-                        log.warning("request.failed", role="asker", error=error.to_json())
+                        log.warning("request.failed", role="asker", error=loggable(error))
                         error.details.setdefault("request_id", ask.request_id)
                         raise error
                     case Alive():

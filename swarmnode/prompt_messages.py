@@ -173,4 +173,9 @@ class Failed:
     error: SwarmError
 
 
+def loggable(error: SwarmError) -> dict[str, object]:
+    """An error for a log: without its words where they may quote the request."""
+    return {"type": error.type} if isinstance(error, UsageError) else error.to_json()
+
+
 Reply = Queued | Token | Alive | Done | Failed

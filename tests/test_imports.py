@@ -20,7 +20,12 @@ MAY_IMPORT = {
     "backends": {"backends", "capabilities"},
     "swarmnode": set(PACKAGES),
 }
-ONLY_IN = {"trio": ("swarmnode",), "libp2p": ("swarmnode/net/", "swarmnode/identity.py"), "llama_cpp": ("backends",)}
+ONLY_IN = {
+    "trio": ("swarmnode",),
+    "libp2p": ("swarmnode/net/", "swarmnode/identity.py"),
+    "llama_cpp": ("backends",),
+    "llguidance": ("backends",),
+}
 # What a decision needs. No clock, no randomness, no files, no threads: those come in as events and values.
 SCHEDULER_MAY_USE = frozenset(
     (

@@ -167,6 +167,37 @@ def test_logprob_is_of_the_models_own_distribution() -> None:
     assert (sampled.token, sampled.logprob) == (2, pytest.approx(math.log(0.25), abs=1e-6))
 
 
+def test_logprobs_are_told_precisely() -> None:
+    logits = np.random.default_rng(5).normal(0, 3, 1_000).astype(np.float32)
+    logits[[700, 300]] = logits.max() + 1  # a tie at the top
+    exact = logits.astype(np.float64) - float(logits.max())
+    exact -= math.log(np.exp(exact).sum())
+    params = SamplingParams(temperature=0.5, logit_bias={9: 100.0})
+    sampled = sample(logits, params, 3, top=20)
+    assert (sampled.token, sampled.logprob) == (9, pytest.approx(exact[9], rel=1e-14))
+    assert [token for token, _ in sampled.top] == sorted(range(1_000), key=lambda i: (-logits[i], i))[:20]
+    assert [logprob for _, logprob in sampled.top] == pytest.approx([exact[t] for t, _ in sampled.top], rel=1e-14)
+    assert sample(logits, params, 3, top=0) == sample(logits, params, 3, top=0)
+    assert sample(logits, params, 3, top=0).top == ()
+    assert len(sample(logits[:5], SamplingParams(), 3, top=20).top) == 5
+    assert sample(logits, params, 3).token == 9
+
+
+@given(st.integers(0, 2**32), st.integers(0, 3), st.sampled_from([0.0, 0.7, 5.0]))
+def test_what_is_not_allowed_is_as_if_it_were_not_there(seed: int, top_k: int, temperature: float) -> None:
+    draw = np.random.default_rng(seed)
+    logits = draw.normal(0, 2, 60).astype(np.float32)
+    allowed = draw.random(60) < 0.1
+    allowed[seed % 60] = True
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=0.9, min_p=0.02, seed=seed)
+    ids = np.flatnonzero(allowed)
+    alone = sample(logits[ids], params, 7)
+    assert sample(logits, params, 7, allowed=allowed).token == ids[alone.token]
+    assert sample(logits, params, 7, allowed=allowed).logprob == pytest.approx(
+        sample(logits, SamplingParams(temperature=0, logit_bias={int(ids[alone.token]): 100.0}), 7).logprob
+    )
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_finite_are_refused(poison: float, temperature: float) -> None:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import structlog
 import trio
 
+from backends.grammar import Grammar, Grammars
 from backends.vocabulary import Vocabulary
 from capabilities.errors import NotReady, Overloaded, RequestCancelled, SwarmError, UsageError
 from scheduler.requests import Effect, FailedEffect, FinishedEffect, QueuedEffect, Request, TokenEffect
@@ -33,6 +35,7 @@ from swarmnode.prompt_messages import (
     Queued,
     Reply,
     Token,
+    loggable,
 )
 from swarmnode.wire import Header, read_frame
 
@@ -75,6 +78,8 @@ class PromptService:
         self._on_begin = on_begin
         self._on_end = on_end
         self._tokenizing = trio.CapacityLimiter(1)
+        self._grammars = Grammars(vocabulary)
+        self._making_grammars = trio.CapacityLimiter(1)
         self._running: dict[str, _Running] = {}  # by the asker's request id
 
     @asynccontextmanager
@@ -82,7 +87,7 @@ class PromptService:
         """`async with service.answer(ask, asker) as replies: async for reply in replies: ...`; the last one ends it."""
         log = _log.bind(request_id=ask.request_id, asker=asker)
         send, receive = trio.open_memory_channel[Reply](EFFECTS_MAX)
-        running = _Running(asker, ask, _Sink(send, ask, self._on_begin))
+        running = _Running(asker, ask, _Sink(send, ask, self._vocabulary, self._on_begin))
         submitted = False
         try:
             try:
@@ -132,6 +137,7 @@ class PromptService:
             tokens = await trio.to_thread.run_sync(self._vocabulary.tokenize, text, limiter=self._tokenizing)
         if not tokens:
             raise UsageError("the prompt is empty", hint="Give at least one word.")
+        constraint = await self._constraint(ask)
         room = max(0, self._context_tokens - len(tokens))
         return Request(
             id=_name(ask),
@@ -143,7 +149,20 @@ class PromptService:
             deadline_s=min(self._deadline_s, ask.deadline_s or self._deadline_s),
             generated=ask.generated,
             choice=ask.choice,
+            logprobs=ask.logprobs,
+            constraint=constraint,
         )
+
+    async def _constraint(self, ask: Ask) -> Grammar | None:
+        """What narrows the answer down. In a thread: making it, and going through the answer so far, takes a while."""
+        grammar, schema = ask.grammar, ask.json_schema
+        if grammar is not None:
+            make = partial(self._grammars.of_gbnf, grammar, ask.generated)
+        elif schema is not None:
+            make = partial(self._grammars.of_schema, schema, ask.generated)
+        else:
+            return None
+        return await trio.to_thread.run_sync(make, limiter=self._making_grammars)
 
     async def _replies(self, receive: trio.MemoryReceiveChannel[Reply], log: Any) -> AsyncGenerator[Reply, None]:
         ended = False
@@ -176,7 +195,7 @@ class PromptService:
                 return True
             case Failed(error):
                 self.statistics.failed += 1
-                log.warning("request.failed", role="leader", error=error.to_json())
+                log.warning("request.failed", role="leader", error=loggable(error))
                 return True
         return False
 
@@ -267,12 +286,8 @@ class _Running:
 
 def _refuse(ask: Ask) -> None:
     """UsageError for what an answer cannot have here."""
-    if ask.grammar is not None or ask.json_schema is not None:
-        raise UsageError("this leader does not know grammars and JSON schemas")
     if ask.tools:
         raise UsageError("this leader does not know tools")
-    if ask.logprobs:
-        raise UsageError("this leader tells no alternatives to a token", hint="Ask with logprobs 0.")
 
 
 def _name(ask: Ask) -> str:
@@ -286,9 +301,16 @@ def _name(ask: Ask) -> str:
 class _Sink:
     """Turns the engine's effects into replies. Called on the event loop."""
 
-    def __init__(self, send: trio.MemorySendChannel[Reply], ask: Ask, on_begin: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        send: trio.MemorySendChannel[Reply],
+        ask: Ask,
+        vocabulary: Vocabulary,
+        on_begin: Callable[[str], None],
+    ) -> None:
         self._send = send
         self._ask = ask
+        self._vocabulary = vocabulary
         self._on_begin = on_begin
         self._full = False
 
@@ -299,8 +321,12 @@ class _Sink:
                 reply = Queued(position)
                 if position == 0:
                     self._on_begin(self._ask.request_id)
-            case TokenEffect(_, index, token, text, logprob):
-                reply = Token(index, token, text, None if self._ask.logprobs is None else logprob)
+            case TokenEffect(_, index, token, text, logprob, top):
+                reply = Token(index, token, text)
+                if self._ask.logprobs is not None:
+                    shown = self._vocabulary.shown
+                    best = tuple((each, value, shown(each)) for each, value in top)
+                    reply = replace(reply, logprob=logprob, top=best, bytes=shown(token))
             case FinishedEffect(_, reason, text, usage, timings, mixed):
                 reply = Done(reason, text, usage, timings, mixed)
             case FailedEffect(_, error):
