@@ -9,7 +9,8 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
     shards            experts from peer to peer, and their cache on disk
     leadership        who leads, as the other parts see it
     backbone          elections, and what every member hears of them
-    asker             prompts from any peer to the leader
+    asker             prompts from any peer to the leader; kept_requests: the last ones of this node; verify: whether
+                      their answers hold
     handlers, status  what swarmctl may ask of a daemon (control, control_client: the socket in between;
                       status_service: between nodes, mesh: what adverts add)
     models            the models that this node knows; model_check judges one before it is added

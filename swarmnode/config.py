@@ -215,6 +215,14 @@ class ComputeConfig(_Section):
     and for tests. What is named here runs with all rights of the daemon."""
 
 
+class RequestsConfig(_Section):
+    """What this node keeps of the prompts that it asks. Only its own; leaders and workers keep nothing."""
+
+    keep: Annotated[int, Field(ge=0, le=10_000)] = 100
+    """So many of the last requests and answers, in files that only this user can read, for `swarmctl verify`. 0: none.
+    `swarmctl forget` removes them."""
+
+
 class LogConfig(_Section):
     """Logs go to standard error, and into the data folder. They never hold prompts, answers or tokens."""
 
@@ -236,6 +244,7 @@ class Config(_Section):
     swarm: SwarmConfig = SwarmConfig()
     leader: LeaderConfig = LeaderConfig()
     compute: ComputeConfig = ComputeConfig()
+    requests: RequestsConfig = RequestsConfig()
     log: LogConfig = LogConfig()
 
 

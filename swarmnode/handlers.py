@@ -10,6 +10,7 @@ import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from scheduler.sampling import SamplingParams
 from swarmnode.asker import Asker
 from swarmnode.chat_messages import Message, chat
 from swarmnode.control import ControlReply
+from swarmnode.kept_requests import KeptRequest, KeptRequests
 from swarmnode.leader.service import Leader
 from swarmnode.models import Models
 from swarmnode.prompt_messages import Alive, Ask, Done, Failed, Queued, Token, loggable, new_request_id, new_seed
@@ -34,6 +36,7 @@ class Services(Protocol):
     """What a daemon lends to its commands. What is asked for may be another one each time: leaders come and go."""
 
     models: Models
+    kept: KeptRequests
 
     @property
     def asker(self) -> Asker:
@@ -75,6 +78,10 @@ class Handlers:
         return {
             "status": self.status,
             "ask": self.ask,
+            "requests": self.requests,
+            "request": self.request,
+            "replay": self.replay,
+            "forget": self.forget,
             "placement": self.placement,
             "drain": self.drain,
             "statistics": self.statistics,
@@ -108,7 +115,9 @@ class Handlers:
 
     async def ask(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
         """Stream an answer as events; the result has it whole."""
-        ask = parse_ask(params)
+        return await self._answer(parse_ask(params), reply)
+
+    async def _answer(self, ask: Ask, reply: ControlReply) -> Mapping[str, Any]:
         log = _log.bind(request_id=ask.request_id)
         log.info("request.begin", role="asker")
         started, first = time.monotonic(), None
@@ -143,6 +152,34 @@ class Handlers:
         log.info("request.end", role="asker", finish_reason=done.finish_reason, seconds=round(total, 3))
         first_token_s = None if first is None else first - started
         return _result(done.leader or asker.leader, ask, done, tokens, "".join(text), total, first_token_s)
+
+    # -- requests of the past -----------------------------------------------------------------------------------
+
+    async def requests(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
+        """Those that are kept, the newest first, without their text."""
+        kept = await trio.to_thread.run_sync(self._services.kept.all)
+        return {"keep": self._services.kept.keep, "requests": [each.summary() for each in kept]}
+
+    async def request(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
+        """One of them, whole; without a name the newest."""
+        return (await self._kept(params)).to_json()
+
+    async def replay(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
+        """Ask the swarm the same once more, with the same random numbers; events and result as of `ask`."""
+        kept = await self._kept(params)
+        ask = replace(kept.ask, request_id=new_request_id())
+        if kept.finish_reason == "error":
+            ask = replace(ask, max_tokens=len(kept.tokens))
+        return await self._answer(ask, reply)
+
+    async def forget(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
+        """Remove one request, or all of them."""
+        which = None if params.get("request_id") is None else _text(params, "request_id")
+        return {"forgotten": await trio.to_thread.run_sync(self._services.kept.forget, which)}
+
+    async def _kept(self, params: Params) -> KeptRequest:
+        which = None if params.get("request_id") is None else _text(params, "request_id")
+        return await trio.to_thread.run_sync(self._services.kept.get, which)
 
     # -- models -------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from capabilities.errors import UsageError
 from swarmnode.asker import Asker, FollowingAsker
 from swarmnode.config import Config
 from swarmnode.durable import next_counter
+from swarmnode.kept_requests import KeepingAsker, KeptRequests
 from swarmnode.leader.protocols import LeaderProtocols
 from swarmnode.leader.service import Leader
 from swarmnode.leader.trunk import Trunks
@@ -44,6 +45,12 @@ class _NamedNode:
 
     leader: Leader | None
 
+    def __init__(self, config: Config, paths: Paths) -> None:
+        self.kept = KeptRequests(paths.requests, config.requests.keep)
+
+    def _keeping(self, asker: Asker) -> Asker:
+        return KeepingAsker(asker, self.kept, self.active_model)
+
     async def drain(self, on: bool) -> Mapping[str, Any]:
         raise UsageError("the configuration names who does what here: nobody can take over", hint=_HINT)
 
@@ -64,6 +71,7 @@ class NamedLeaderNode(_NamedNode):
     """The peer that leads."""
 
     def __init__(self, network: Network, config: Config, paths: Paths, threads: int) -> None:
+        super().__init__(config, paths)
         self.models = Models(paths.models)
         serve_pings(network)
         ShardService(Serving(self.models, None).find).register(network)
@@ -77,7 +85,7 @@ class NamedLeaderNode(_NamedNode):
 
     @property
     def asker(self) -> Asker:
-        return self.leader
+        return self._keeping(self.leader)
 
     async def status(self) -> Mapping[str, Any]:
         return self._view.view()
@@ -102,7 +110,10 @@ class NamedWorkerNode(_NamedNode):
 
     leader = None
 
-    def __init__(self, network: Network, leader: NamedLeader, models: Models, parts: MachineParts) -> None:
+    def __init__(
+        self, network: Network, config: Config, leader: NamedLeader, models: Models, parts: MachineParts
+    ) -> None:
+        super().__init__(config, parts.paths)
         self.models = models
         self._network = network
         self._leader = leader
@@ -122,11 +133,11 @@ class NamedWorkerNode(_NamedNode):
         serve_pings(network)
         ShardService(Serving(models, parts.cache).find).register(network)
         leader = NamedLeader(PeerId(peer_of(config.swarm.leader)), config.swarm.leader)
-        return cls(network, leader, models, parts)
+        return cls(network, config, leader, models, parts)
 
     @property
     def asker(self) -> Asker:
-        return self._asker
+        return self._keeping(self._asker)
 
     async def status(self) -> Mapping[str, Any]:
         return await self._view.view()

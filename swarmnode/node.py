@@ -19,6 +19,7 @@ from swarmnode.asker import Asker
 from swarmnode.comparing.asking import Asking
 from swarmnode.config import Config
 from swarmnode.identity import Identity
+from swarmnode.kept_requests import KeepingAsker, KeptRequests
 from swarmnode.leader.service import Leader
 from swarmnode.machine_parts import MachineParts
 from swarmnode.models import Models
@@ -66,6 +67,7 @@ class Node:
         self._identity = identity
         self._store = store
         self._parts = parts
+        self.kept = KeptRequests(parts.paths.requests, config.requests.keep)
         self._participant: Participant | None = None
         self._part_scope = trio.CancelScope()
         self._part_ended = trio.Event()
@@ -146,7 +148,7 @@ class Node:
 
     @property
     def asker(self) -> Asker:
-        return self._need_part().asker
+        return KeepingAsker(self._need_part().asker, self.kept, self.active_model)
 
     @property
     def leader(self) -> Leader | None:

@@ -48,6 +48,11 @@ class Paths:
         return self.data / "models"
 
     @property
+    def requests(self) -> Path:
+        """The last requests that this node asked, with their answers: private."""
+        return self.data / "requests"
+
+    @property
     def shards(self) -> Path:
         """Experts fetched from others. All of it can be fetched again."""
         return self.cache / "shards"

@@ -82,7 +82,7 @@ async def _collect_answers(folder: Path) -> Answers:
             parts = await MachineParts.open(config, paths, 1)
             named = NamedLeader(at_leader.peer_id, at_leader.addresses[0])
             serve_pings(at_worker)
-            worker = NamedWorkerNode(at_worker, named, Models(paths.models, parts.cache), parts)
+            worker = NamedWorkerNode(at_worker, config, named, Models(paths.models, parts.cache), parts)
             views.append(await worker.status())
             nursery.start_soon(node.run)
             await _until(lambda: leader.active is not None)

@@ -20,6 +20,7 @@ from swarmnode.cli.logs import logs
 from swarmnode.cli.mesh import COMMANDS as MESH
 from swarmnode.cli.models import model
 from swarmnode.cli.progress import ProgressLine
+from swarmnode.cli.requests import COMMANDS as REQUESTS
 from swarmnode.cli.swarm import COMMANDS as BELONGING
 from swarmnode.cli.watching import status, top
 from swarmnode.printable import printable_text
@@ -43,7 +44,7 @@ def swarmctl() -> None:
     """
 
 
-for command in (status, top, ask, chat, logs, *BELONGING, *MESH, model, equivalence, completion):
+for command in (status, top, ask, chat, *REQUESTS, logs, *BELONGING, *MESH, model, equivalence, completion):
     swarmctl.add_command(command)
 
 

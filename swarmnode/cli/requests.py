@@ -1,0 +1,123 @@
+"""`swarmctl requests`, `verify`, `forget`: what this node asked last, whether the answers hold, and an end to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from capabilities.errors import SwarmError, UsageError
+from swarmnode.cli import common
+from swarmnode.cli.asking import sampling_options
+from swarmnode.cli.common import Settings, common_options, pass_settings
+from swarmnode.control_client import Call, request
+
+
+@click.command("requests")
+@common_options
+@pass_settings
+def requests_(settings: Settings) -> None:
+    """List the requests that this node asked last and keeps, the newest first. Their text is not shown."""
+    answer = request(settings.socket, "requests", {})
+    if settings.json:
+        common.print_json(answer)
+    else:
+        from swarmnode.cli.render_requests import print_requests
+
+        print_requests(answer)
+
+
+@click.command()
+@click.argument("request_id", required=False)
+@click.option("--prompt", metavar="TEXT", help="Ask this first, then verify the answer.")
+@sampling_options
+@click.option("--model", type=click.Path(dir_okay=False, path_type=Path), help="The model's GGUF file on this machine.")
+@common_options
+@pass_settings
+def verify(
+    settings: Settings, /, request_id: str | None, prompt: str | None, model: Path | None, **sampling: Any
+) -> int:
+    """Prove an answer: ask the swarm again, ask llama.cpp alone on this machine, compare the tokens.
+
+    Without REQUEST_ID or --prompt the last request is meant. llama.cpp needs the model's file: the one that this node
+    has added, or --model. Without it the report says whether the swarm repeats itself, and proves no more.
+
+    \b
+    Examples:
+      swarmctl verify
+      swarmctl verify req-6c1f0d9f2a7b3e84
+      swarmctl verify --prompt "Why is the sky blue?" --temperature 0 --model model.gguf
+    """
+    given = {name: value for name, value in sampling.items() if value not in (None, ())}
+    if prompt is None and given:
+        raise UsageError("options of an answer belong to --prompt", hint="A kept request has its own.")
+    if prompt is not None and request_id is not None:
+        raise UsageError("there is a request and a --prompt", hint="Give one of them.")
+    from swarmnode.cli.progress import ProgressLine
+
+    with ProgressLine() as progress:
+        if prompt is not None:
+            progress("asking", 0, 1)
+            request_id = _answer(settings, "ask", {"prompt": prompt, **given})["request_id"]
+        report = _report(settings, request_id, model, progress)
+    if settings.json:
+        common.print_json(report)
+    else:
+        from swarmnode.cli.render_requests import print_verdict
+
+        print_verdict(report)
+    return common.EXIT_NO if report["verified"] is False else 0
+
+
+def _report(settings: Settings, request_id: str | None, model: Path | None, progress: Any) -> dict[str, Any]:
+    from swarmnode.kept_requests import KeptRequest
+    from swarmnode.verify import asked_undivided, compared, verdict
+
+    named = {} if request_id is None else {"request_id": request_id}
+    kept = KeptRequest.from_json(request(settings.socket, "request", named))
+    progress("asking the swarm again", 0, 1)
+    prompt_tokens = kept.prompt_tokens
+    try:
+        again = _answer(settings, "replay", {"request_id": kept.ask.request_id})
+        swarm = compared(kept, again["tokens"], None)
+        prompt_tokens = again["usage"]["prompt_tokens"]
+    except SwarmError as error:
+        swarm = compared(kept, None, error.message)
+    file, reason = (model, None) if model is not None else _file_of(settings, kept.model)
+    if prompt_tokens is None:
+        file, reason = None, "the answer broke off, and the swarm does not answer now"
+    progress("llama.cpp on the undivided model", 0, 1)
+    return verdict(kept, swarm, asked_undivided(kept, file, reason, prompt_tokens or 0))
+
+
+def _answer(settings: Settings, method: str, params: dict[str, Any]) -> dict[str, Any]:
+    with Call(settings.socket, method, params) as call:
+        for _ in call:
+            pass
+        return call.result
+
+
+def _file_of(settings: Settings, manifest: str | None) -> tuple[Path | None, str | None]:
+    """The file of the model that answered, if this node has it; else why not."""
+    for model in request(settings.socket, "model_list", {})["models"]:
+        if model["id"] == manifest and model["files"] and model["fault"] is None:
+            return Path(model["files"][0]), None
+    return None, "this node does not have the model's file; --model names one"
+
+
+@click.command()
+@click.argument("request_id", required=False)
+@click.option("--all", "everything", is_flag=True, help="Remove all that are kept.")
+@common_options
+@pass_settings
+def forget(settings: Settings, request_id: str | None, everything: bool) -> None:
+    """Remove a request and its answer from this machine, or all of them."""
+    if everything == (request_id is not None):
+        raise UsageError("name one request, or --all", hint="`swarmctl requests` lists those that are kept.")
+    named = {} if request_id is None else {"request_id": request_id}
+    common.print_result(settings, request(settings.socket, "forget", named))
+
+
+COMMANDS = (requests_, verify, forget)
+"""For `swarmctl.add_command`."""

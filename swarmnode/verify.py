@@ -1,0 +1,124 @@
+"""`swarmctl verify`: an answer that was kept, beside the same request answered again and by llama.cpp undivided.
+
+A request draws the same random numbers each time (its seed was kept), so the same model gives the same tokens. Equal
+tokens from llama.cpp on the whole model, on this machine, prove an answer: nobody else had a part in them. Equal tokens
+from the swarm alone only say that it repeats itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from capabilities.errors import SwarmError
+from swarmnode.kept_requests import KeptRequest, token_hash
+
+_CONTEXT_STEP: Final = 256  # llama.cpp rounds a context up to this
+_HEADROOM: Final = 1.1  # a model's file, and what llama.cpp needs beside it
+
+Json = dict[str, Any]
+
+
+def compared(kept: KeptRequest, tokens: Sequence[int] | None, reason: str | None) -> Json:
+    """One side beside what was kept. `reason`: why there are no tokens."""
+    if tokens is None:
+        return {"completion_tokens": None, "token_hash": None, "first_difference": None, "reason": reason}
+    return {
+        "completion_tokens": len(tokens),
+        "token_hash": token_hash(tokens),
+        "first_difference": first_difference(kept.tokens, tokens),
+        "reason": None,
+    }
+
+
+def first_difference(kept: Sequence[int], other: Sequence[int]) -> Json | None:
+    """The first index at which two answers part, with both tokens; None where one of them has ended already."""
+    if tuple(kept) == tuple(other):
+        return None
+    pairs = zip(kept, other, strict=False)
+    index = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(kept), len(other)))
+    return {
+        "index": index,
+        "kept": kept[index] if index < len(kept) else None,
+        "other": other[index] if index < len(other) else None,
+    }
+
+
+def verdict(kept: KeptRequest, swarm: Json, undivided: Json) -> Json:
+    """The report. `verified` is true or false as llama.cpp alone says, null where it could not be asked."""
+    differs = [side for side in (swarm, undivided) if side["first_difference"] is not None]
+    asked = undivided["token_hash"] is not None
+    return {
+        **kept.summary(),
+        "verified": False if differs else True if asked else None,
+        "swarm": swarm,
+        "undivided": undivided,
+        "reason": _reason(kept, swarm, undivided),
+    }
+
+
+def _reason(kept: KeptRequest, swarm: Json, undivided: Json) -> str:
+    sides = (("llama.cpp on the undivided model", undivided), ("the swarm, asked again,", swarm))
+    for who, side in sides:
+        if (at := side["first_difference"]) is not None:
+            why = f"{who} gives another token at index {at['index']}"
+            if kept.mixed:
+                why += "; peers of other numeric classes had computed a part of the answer"
+            return why
+    if undivided["token_hash"] is None:
+        return f"llama.cpp was not asked: {undivided['reason']}"
+    return f"all {len(kept.tokens)} tokens are llama.cpp's own on the undivided model"
+
+
+def why_not_here(file: Path) -> str | None:
+    """Why this machine cannot hold a model; None if it can. `file`: the first of a model in several files."""
+    try:
+        first = file.stat().st_size
+    except OSError as error:
+        return f"{file}: {error.strerror}"
+    nbytes = sum(part.stat().st_size for part in _parts(file)) or first
+    free = psutil.virtual_memory().available
+    if nbytes * _HEADROOM > free:
+        return f"the model has {nbytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of this machine's memory are free"
+    return None
+
+
+def _parts(file: Path) -> list[Path]:
+    stem, of, count = file.stem.rpartition("-of-")
+    if not of or not stem[-5:].isdigit():
+        return [file]
+    return list(file.parent.glob(f"{stem[:-5]}*-of-{count}{file.suffix}"))
+
+
+def undivided_tokens(kept: KeptRequest, file: Path, prompt_tokens: int) -> tuple[int, ...]:
+    """What llama.cpp alone answers, as far as the kept answer goes. Takes as long as the answer took on one thread.
+
+    Raises:
+        SwarmError: what the request or llama.cpp runs into.
+    """
+    from swarmnode.undivided import Undivided
+
+    ask, count = kept.ask, len(kept.tokens)
+    if kept.finish_reason in ("length", "error"):  # it was cut off where it stands
+        ask = replace(ask, max_tokens=count)
+    needed = prompt_tokens + count + 1
+    context = -(-needed // _CONTEXT_STEP) * _CONTEXT_STEP
+    undivided = Undivided(file, context_tokens=context)
+    try:
+        return undivided.answer(ask).tokens
+    finally:
+        undivided.close()
+
+
+def asked_undivided(kept: KeptRequest, file: Path | None, reason: str | None, prompt_tokens: int) -> Json:
+    """llama.cpp's side of the report."""
+    if file is None or (reason := why_not_here(file)) is not None:
+        return compared(kept, None, reason)
+    try:
+        return compared(kept, undivided_tokens(kept, file, prompt_tokens), None)
+    except SwarmError as error:
+        return compared(kept, None, error.message)
