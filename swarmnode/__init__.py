@@ -12,7 +12,8 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
     asker             prompts from any peer to the leader; kept_requests: the last ones of this node; verify: whether
                       their answers hold
     handlers, status  what swarmctl may ask of a daemon (control, control_client: the socket in between;
-                      status_service: between nodes, mesh: what adverts add)
+                      status_service: between nodes, mesh: what adverts add;
+                      explaining: one peer)
     models            the models that this node knows; model_check judges one before it is added
     model_keeper      fetches the one that the swarm serves; model_choice says which one a leader serves
 

@@ -51,6 +51,9 @@ class Services(Protocol):
     async def placement(self, without: str | None) -> Mapping[str, Any]:
         """Who holds what (`swarmctl placement`); `without`: what the loss of that peer would cost, too."""
 
+    async def peer(self, name: str) -> Mapping[str, Any]:
+        """What is known of a peer (`swarmctl peer`): by its name, its id or a piece of that."""
+
     async def drain(self, on: bool) -> Mapping[str, Any]:
         """Ask to hold nothing more and to lead no longer, or take that back."""
 
@@ -83,6 +86,7 @@ class Handlers:
             "replay": self.replay,
             "forget": self.forget,
             "placement": self.placement,
+            "peer": self.peer,
             "drain": self.drain,
             "statistics": self.statistics,
             "model_add": self.model_add,
@@ -98,6 +102,9 @@ class Handlers:
     async def placement(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
         without = params.get("without")
         return await self._services.placement(None if without is None else _text(params, "without"))
+
+    async def peer(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
+        return await self._services.peer(_text(params, "name"))
 
     async def drain(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
         return await self._services.drain(params.get("on") is not False)

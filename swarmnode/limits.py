@@ -246,6 +246,9 @@ KEPT_RECORDS_MAX: Final = 32
 BANS_MAX: Final = 1_024
 """Peers that were ever banned; a lifted ban stays, or the old one could be replayed. 1,024 take 0.2 MB."""
 
+RELEASES_MAX: Final = 512
+"""Peers that were ever released: a peer needs one after a quarantine only, and bans have the rest of NEWS_REPLY."""
+
 INVITES_MAX: Final = 128
 """Invites that one backbone peer keeps, ended ones of the last month included."""
 
@@ -266,7 +269,7 @@ JOIN_REQUEST: Final = FrameLimits(header_bytes=512, payload_bytes=0, items=8, te
 """The largest is a membership certificate to be renewed (under 384 bytes)."""
 
 JOIN_REPLY: Final = FrameLimits(HEADER_BYTES_MAX, 512 * KIB, items=ERROR_EXPERTS_MAX, text_bytes=1 * KIB)
-"""All bans (0.25 MB), the owner's rotations (23 KB), the backbone (4 KB) and addresses (8 KB)."""
+"""All bans (0.25 MB), releases (0.13 MB), the owner's rotations (23 KB), the backbone (4 KB) and addresses (8 KB)."""
 
 JOIN_STREAMS_PER_PEER_MAX: Final = 2
 
@@ -365,7 +368,7 @@ NEWS_REQUEST: Final = FrameLimits(header_bytes=64, payload_bytes=0, items=2, tex
 """A digest of 16 bytes."""
 
 NEWS_REPLY: Final = FrameLimits(header_bytes=64, payload_bytes=512 * KIB, items=2, text_bytes=0)
-"""All bans (0.25 MB), the owner's rotations (23 KB) and the backbone (4 KB)."""
+"""All bans (0.25 MB), releases (0.13 MB), the owner's rotations (23 KB) and the backbone (4 KB)."""
 
 NEWS_STREAMS_PER_PEER_MAX: Final = 2
 
@@ -391,6 +394,25 @@ NEWS_UNPROVEN_PER_SECOND: Final = 0.1
 
 NEWS_SERVED_PEERS_MAX: Final = 512
 """Peers whose share is remembered."""
+
+# --- Verdicts: what leaders hold of peers, on its way to every member. Paces and queues are those of news. -----------
+
+VERDICTS_MAX: Final = 512
+"""Peers with a verdict: twice as many as a leader serves (leader/members.py). Beyond that the oldest that says "fit"
+goes first."""
+
+VERDICTS_REPLY: Final = FrameLimits(header_bytes=64, payload_bytes=3 * MIB, items=2, text_bytes=0)
+"""All verdicts: 5.7 KB each at most with their mandates, about 1.2 KB as a rule."""
+
+VERDICTS_SERVED_BURST_BYTES: Final = 6 * MIB
+VERDICTS_SERVED_BYTES_PER_SECOND: Final = 16.0 * KIB
+"""To one peer: everything twice at once; who knows the same gets nothing at all."""
+
+VERDICTS_KEEP_SECONDS: Final = 1.0
+"""Between two writes of the file: what a crash may lose, other backbone peers have heard."""
+
+VERDICTS_ADOPT_SECONDS: Final = 0.25
+"""Between two verdicts that a new leader signs anew: under the rate that gossip forgives, all within two minutes."""
 
 # --- Measuring --------------------------------------------------------------------------------------------------------
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from capabilities.advert import LOAD_MAX
+from capabilities.verdict import Verdict
 from scheduler.advert_book import PeerView
 from scheduler.advert_findings import Finding, FindingKind
 from swarmnode.measured import Measured, backends_json
-from swarmnode.status import Status, peer_row
+from swarmnode.status import Status, peer_row, verdict_fields
 from swarmnode.swarm.advert_node import SwarmAdverts
 from swarmnode.swarm.record import SwarmRecord
 from swarmnode.swarm.store import SwarmStore
@@ -26,6 +27,7 @@ class SwarmMesh:
         leader: Callable[[], str | None],
         load: Callable[[], int],
         cannot_vote: Callable[[], Mapping[str, str]],
+        verdict_of: Callable[[str], Verdict | None],
     ) -> None:
         self._me = me
         self._store = store
@@ -34,6 +36,7 @@ class SwarmMesh:
         self._leader = leader
         self._load = load
         self._cannot_vote = cannot_vote
+        self._verdict_of = verdict_of
 
     @property
     def swarm(self) -> Status:
@@ -81,6 +84,7 @@ class SwarmMesh:
             memory={"used_bytes": said.memory_used, "budget_bytes": said.memory_budget},
             version=said.version,
             load=view.load / LOAD_MAX,
+            **verdict_fields(self._verdict_of(peer)),
         )
 
 

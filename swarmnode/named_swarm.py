@@ -19,6 +19,7 @@ from capabilities.errors import UsageError
 from swarmnode.asker import Asker, FollowingAsker
 from swarmnode.config import Config
 from swarmnode.durable import next_counter
+from swarmnode.explaining import Known, explain, find_peer
 from swarmnode.kept_requests import KeepingAsker, KeptRequests
 from swarmnode.leader.protocols import LeaderProtocols
 from swarmnode.leader.service import Leader
@@ -50,6 +51,15 @@ class _NamedNode:
 
     def _keeping(self, asker: Asker) -> Asker:
         return KeepingAsker(asker, self.kept, self.active_model)
+
+    async def status(self) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+    async def peer(self, name: str) -> Mapping[str, Any]:
+        status = await self.status()
+        peer = find_peer(name, status)
+        verdict = None if self.leader is None else self.leader.board.verdict_of(peer)
+        return explain(peer, status, Known(verdict=verdict))
 
     async def drain(self, on: bool) -> Mapping[str, Any]:
         raise UsageError("the configuration names who does what here: nobody can take over", hint=_HINT)

@@ -195,6 +195,9 @@ class Node:
     async def placement(self, without: str | None) -> Mapping[str, Any]:
         return await self._need_part().placement(without)
 
+    async def peer(self, name: str) -> Mapping[str, Any]:
+        return await self._need_part().peer(name)
+
     async def drain(self, on: bool) -> Mapping[str, Any]:
         return await self._need_part().drain(on)
 

@@ -1,6 +1,7 @@
 """This node's part in its swarm: everything that runs from joining to leaving, on one page.
 
 adverts      who is there, by what they say; the owner's news            swarm/advert_node.py
+verdicts     what leaders hold of peers; its own, while this node leads  swarm/verdicts.py
 dialer       connections to the backbone                                 backbone/dialer.py
 election     votes, and who leads as this node's election sees it        backbone/election_service.py
 leadership   this node's word to the members                             backbone/leadership_service.py
@@ -24,6 +25,7 @@ import structlog
 import trio
 
 from capabilities.advert_content import Phase, Policy, Role
+from capabilities.certificates import Mandate
 from capabilities.errors import PeerMistake, SwarmError, UsageError
 from capabilities.held_experts import HeldExperts
 from capabilities.membership_certificate import MembershipCertificate
@@ -38,6 +40,7 @@ from swarmnode.comparing.asking import Asking
 from swarmnode.comparing.service import CompareService
 from swarmnode.comparing.work import Work
 from swarmnode.config import Config
+from swarmnode.explaining import Known, explain, find_peer
 from swarmnode.identity import Identity
 from swarmnode.leader.protocols import LeaderProtocols
 from swarmnode.leader.service import Leader
@@ -61,6 +64,7 @@ from swarmnode.swarm.commands import RunningSwarm
 from swarmnode.swarm.joining import renew
 from swarmnode.swarm.members_only import MembersOnly
 from swarmnode.swarm.store import SwarmStore
+from swarmnode.swarm.verdicts import Verdicts
 from swarmnode.worker.service import Worker
 
 _log = structlog.get_logger(__name__)
@@ -98,6 +102,7 @@ class Participant:
         self.dialer = Dialer(network, self._addresses_of, on_reached=self._reached, on_unreached=self._unreached)
         self.election = ElectionService(network, identity, store, self.dialer)
         self.leadership = LeadershipService(network, store, self.election)
+        self.verdicts = Verdicts(store, identity, self._mandate)
         self.watch = LeaderWatch(network, store, self.dialer, self.leadership)
         self.asker = FollowingAsker(network, self.watch)
         self.worker = Worker(network, self.watch, self._hello, parts.cache, parts.budget_bytes, parts.compute.make)
@@ -124,6 +129,7 @@ class Participant:
             leader=lambda: _peer(self.watch),
             load=self.worker.load,
             cannot_vote=lambda: self.watch.cannot_vote,
+            verdict_of=self.verdicts.verdict_of,
         )
         self._status = NodeStatus(network, self.watch, parts.facts, self._mesh, self.worker, lambda: self.watch.term)
         self._describe = SelfDescription(
@@ -146,7 +152,8 @@ class Participant:
             with works:
                 await self.worker.run()
 
-        async with self._open_adverts(), trio.open_nursery() as nursery:
+        async with self._open_adverts() as adverts, trio.open_nursery() as nursery:
+            await nursery.start(self.verdicts.run, self._network, adverts.gossip)
             nursery.start_soon(work)
             try:
                 await self._run_all_but_the_worker()
@@ -232,6 +239,7 @@ class Participant:
             inherited=self._inherited(),
             on_record=self.leadership.set_record,
             verify_member=self._verify_member,
+            board=self.verdicts,
         )
         self.candidate.leads(leader)
         try:
@@ -239,6 +247,12 @@ class Participant:
         finally:
             self.leader = None
             self.candidate.leads(None)
+
+    def _mandate(self) -> Mandate | None:
+        """Of the term that this node leads now."""
+        mandate, me = self.election.mandate, self._network.peer_id
+        leads = mandate is not None and mandate.leader == me and self.election.leader == me
+        return mandate if leads else None
 
     def _inherited(self) -> PlacementRecord | None:
         """What the leader before has left: who holds what, and who has proven it."""
@@ -369,6 +383,21 @@ class Participant:
         if self.leader is not None:
             return await self._answer(request)
         return await ask_leader(self._network, self.watch, request)
+
+    async def peer(self, name: str) -> Status:
+        status = await self.status()
+        record, heard = self._store.need(), {} if self._adverts is None else self._adverts.peers()
+        peer = find_peer(name, status, (*heard, *record.bans.by_peer, *record.releases.by_peer))
+        view, release = heard.get(peer), record.releases.by_peer.get(peer)
+        own = self._describe() if peer == self._network.peer_id else None
+        known = Known(
+            own if view is None else view.advert.content,
+            0.0 if view is None else view.silent_s,
+            self.verdicts.verdict_of(peer),
+            (0, 0) if release is None else (release.number, release.at_s),
+            record.bans.is_banned(peer),
+        )
+        return explain(peer, status, known)
 
     async def drain(self, on: bool) -> Status:
         """Hold nothing more, and lead no longer than until another peer does, if one can; or take part again."""

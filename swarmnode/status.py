@@ -13,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from capabilities.verdict import Verdict
 from scheduler.advert_findings import CLONED_HINT, Finding, FindingKind
 from swarmnode.config import Config
 from swarmnode.leader.members import Member
@@ -122,6 +123,7 @@ def peer_row(peer: str, name: str, state: str, backends: list[Status], **more: A
         "backends": backends,
         "numeric_class": backends[0]["numeric_class"] if backends else None,
         "fitness": None,
+        "verdict": None,
         "experts_held": 0,
         "progress": None,
         "memory": {"used_bytes": 0, "budget_bytes": 0},
@@ -130,6 +132,22 @@ def peer_row(peer: str, name: str, state: str, backends: list[Status], **more: A
         "version": VERSION,
         "error": None,
         **more,
+    }
+
+
+def verdict_fields(verdict: Verdict | None) -> Status:
+    """`fitness` and `verdict` of a row; the whole evidence is `swarmctl peer`'s."""
+    if verdict is None:
+        return {}
+    return {
+        "fitness": verdict.fitness,
+        "verdict": {
+            "reason": verdict.evidence[-1].text if verdict.evidence else None,
+            "audits_agreed": verdict.audits_agreed,
+            "audits_differed": verdict.audits_differed,
+            "term": verdict.term,
+            "sequence": verdict.sequence,
+        },
     }
 
 
@@ -204,7 +222,6 @@ class LeaderStatus:
             "draining" if member.draining and state in ("joining", "loading", "ready") else state,
             self._mesh.backends(peer) or [unknown_backend(hello.backend, hello.device)],
             roles=self._mesh.roles(peer, leads=False, works=True),
-            fitness=member.fitness,
             experts_held=coverage.held_now(member) if coverage else 0,
             progress=percent,
             memory={
@@ -218,6 +235,7 @@ class LeaderStatus:
             bit_identical_to_leader=None if member.agreement is None else member.agreement.bit_identical,
             version=hello.version,
             error=None if (error := member.error or member.unfit) is None else error.to_json(),
+            **{"fitness": member.fitness, **verdict_fields(self._leader.board.verdict_of(peer))},
         )
 
     def _model(self) -> Status | None:

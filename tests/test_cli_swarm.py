@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from capabilities.backbone import BackboneSet
 from capabilities.errors import UsageError
-from swarmnode.cli import common, swarm
+from swarmnode.cli import common, peer, swarm
 from swarmnode.cli.common import common_options
 from swarmnode.control import serve_control
 from swarmnode.identity import load_or_create_identity, lock_data_folder
@@ -31,6 +31,7 @@ from swarmnode.swarm.vote_file import load_vote_file, open_vote_file
 from tests.swarm_members import PASSPHRASE, quick_keys
 
 PEER = "12D3KooWBhSrGJeT5RQc6KsaYCsKu1R8R3Yk3zPpJ1CBhCsVYM2W"
+OTHER = PEER[:-1] + "X"
 
 
 @click.group()
@@ -39,7 +40,7 @@ def swarmctl() -> None:
     """As ctl.py has it."""
 
 
-for command in swarm.COMMANDS:
+for command in (*swarm.COMMANDS, *peer.COMMANDS):
     swarmctl.add_command(command)
 
 
@@ -279,6 +280,21 @@ def test_ban_through_the_daemon_is_spread(founder: Node) -> None:
         assert founder.store.is_banned(PEER)
 
 
+# releases
+
+
+def test_releases_are_counted_and_spread(founder: Node) -> None:
+    assert founder.json("peer", "release", PEER) == {"peer": PEER, "released": 1, "daemon": False}
+    with Daemon(founder).running() as daemon:
+        assert founder.json("peer", "release", PEER) == {"peer": PEER, "released": 2, "daemon": True}
+        assert len(daemon.spread) == 1
+    assert founder.store.need().releases.number_of(PEER) == 2
+    assert founder.error("peer", "release", "0OIl" * 12)[0] == 2
+    assert founder.error("peer", "release", "attic")[0] == 3, "names are for the daemon to know"
+    founder.json("ban", PEER)
+    assert "ban --lift" in founder.error("peer", "release", PEER)[1]["hint"]
+
+
 # the owner's key
 
 
@@ -315,19 +331,21 @@ def test_only_the_key_that_counts_is_imported(
 @pytest.mark.parametrize("with_daemon", [False, True])
 def test_rotating_keeps_what_counts(founder: Node, with_daemon: bool) -> None:
     founder.json("ban", PEER)
+    founder.json("peer", "release", OTHER)
     before = founder.store.need()
     if with_daemon:
         with Daemon(founder).running() as daemon:
             founder.json("owner", "rotate")
-            assert len(daemon.spread) == 2, "the rotation, and the ban signed anew"
+            assert len(daemon.spread) == 3, "the rotation, and what else the owner said, signed anew"
     else:
         assert founder.json("owner", "rotate")["rotation"] == 1
     after = founder.store.need()
     assert after.chain.current != before.chain.current
     assert after.backbone == before.backbone
     after.backbone.verify(after.swarm, after.chain.verify)
-    assert len(after.news()) == 3, "rotation, backbone and ban can all be checked by a newcomer"
+    assert len(after.news()) == 4, "rotation, backbone, ban and release can all be checked by a newcomer"
     assert after.bans.is_banned(PEER)
+    assert after.releases.number_of(OTHER) == 1
     founder.json("ban", PEER, "--lift")
     assert founder.json("owner", "rotate")["rotation"] == 2
     assert len(list((founder.folder / "owner").iterdir())) == 1

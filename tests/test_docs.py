@@ -23,7 +23,7 @@ from swarmnode.config import Config, parse_config
 from swarmnode.member_messages import PROTOCOL as MEMBER_PROTOCOL
 from swarmnode.net import limits as net_limits
 from swarmnode.shards.messages import PROTOCOL as SHARDS_PROTOCOL
-from swarmnode.swarm import advert_exchange, join_messages, news
+from swarmnode.swarm import advert_exchange, join_messages, news, verdicts
 from tests.documents import DOCUMENTS, ROOT, Document, first_codes, read, rows
 
 PACKAGES: Final = ("backends", "capabilities", "scheduler", "swarmnode")
@@ -192,11 +192,11 @@ def test_protocols_are_those_that_are_served() -> None:
     headings = re.findall(r"^## (/swarmnode/\S+)$", DOCUMENTS["protocols.md"].text, re.MULTILINE)
     modules = (
         expert_messages, pinger, prompt_messages, status_service, election_service, leadership_messages,
-        advert_exchange, news, join_messages,
+        advert_exchange, news, verdicts, join_messages,
     )  # fmt: skip
     elsewhere = {MEMBER_PROTOCOL, SHARDS_PROTOCOL, COMPARE_PROTOCOL}
     assert set(headings) == {module.PROTOCOL for module in modules} | elsewhere
-    assert len(headings) == 12
+    assert len(headings) == 13
 
 
 def test_limits_are_those_in_force() -> None:

@@ -18,10 +18,12 @@ import trio
 
 from backends.add_model import add_model
 from capabilities.errors import SwarmError
+from capabilities.verdict import Evidence, Verdict
 from scheduler.advert_findings import Finding, FindingKind
 from swarmnode.cli import common
 from swarmnode.config import parse_config
 from swarmnode.control import ControlReply
+from swarmnode.explaining import Known, explain
 from swarmnode.handlers import Handlers
 from swarmnode.leadership import NamedLeader
 from swarmnode.machine_parts import MachineParts
@@ -32,6 +34,7 @@ from swarmnode.named_swarm import NamedLeaderNode, NamedWorkerNode
 from swarmnode.net.memory import open_memory_hub
 from swarmnode.paths import find_paths
 from swarmnode.pinger import serve_pings
+from tests.advert_tools import usual_content
 from tests.documents import ROOT, first_codes, rows, section
 from tests.expert_models import quiet, tiny_file
 
@@ -52,6 +55,7 @@ class Answers(NamedTuple):
     ask: Keys
     model: Keys
     placement: Keys
+    peer: Keys
 
 
 class Unheard:
@@ -97,13 +101,27 @@ async def _collect_answers(folder: Path) -> Answers:
             handlers = Handlers(node)
             reply = cast(ControlReply, Unheard())
             answer = await handlers.ask({"prompt": "hi", "raw": True, "max_tokens": 3}, reply)
+            member.hello = replace(member.hello, name="cellar")
+            leader.board.publish(str(member.peer), "fit", [Evidence("audit", "agreed")], 10, 0)
+            views.append(await node.status())
+            known = await _known(handlers, str(member.peer))
+            explained = [explain(str(member.peer), await node.status(), each) for each in (known, Known())]
             model = await handlers.model_show({"name": "tiny"}, reply)
             placement = dict(await worker.placement(member.name))
             nursery.cancel_scope.cancel()
     placement["coverage"]["missing"] = [{"layer": 0, "expert": 0}]
     placement["without"]["one_copy"] = placement["without"]["no_copy"]
     views.append({"findings": [Finding(FindingKind.UNREACHABLE, "peer", "message", "hint").to_json()]})
-    return Answers(set().union(*map(keys_of, views)), keys_of(answer), keys_of(model), keys_of(placement))
+    of_views = set().union(*map(keys_of, views))
+    return Answers(of_views, keys_of(answer), keys_of(model), keys_of(placement), set().union(*map(keys_of, explained)))
+
+
+async def _known(handlers: Handlers, peer: str) -> Known:
+    """What a member knows that has heard the peer's advert."""
+    assert (await handlers.peer({"name": "cellar"}, cast(ControlReply, Unheard())))["peer_id"] == peer
+    content = replace(usual_content(), addresses=("/ip4/1.2.3.4/tcp/1",), not_reached=(peer,))
+    verdict = Verdict(peer, "unfit", (Evidence("audit", "wrong", 1, 2),), 3, 1, 2, 1)
+    return Known(content, 1.5, verdict, (1, 2))
 
 
 async def _until(condition: Callable[[], bool]) -> None:
@@ -131,6 +149,12 @@ def test_states_are_documented() -> None:
 
 def test_placement_says_what_is_documented(answers: Answers) -> None:
     assert documented("`swarmctl placement --json`") == answers.placement
+
+
+def test_peer_says_what_is_documented(answers: Answers) -> None:
+    backends = {key for key in answers.peer if key.startswith("backends[].") and "weights" not in key}
+    assert {f"peers[].{key}" for key in backends} < answers.status
+    assert documented("`swarmctl peer --json`") == {key for key in answers.peer if key not in backends}
 
 
 def test_ask_says_what_is_documented(answers: Answers) -> None:

@@ -23,7 +23,8 @@ from swarmnode.swarm.blobs import join_blobs, split_blobs
 from swarmnode.swarm.errors import NotInSwarm
 from swarmnode.swarm.founding import Founding, found, with_member, without_member
 from swarmnode.swarm.owner_key import OwnerKey
-from swarmnode.swarm.record import SwarmRecord, backbone_news, ban_news, rotation_news
+from swarmnode.swarm.record import SwarmRecord, backbone_news, ban_news, release_news, rotation_news
+from swarmnode.swarm.releases import Release
 from swarmnode.swarm.store import SwarmFiles, SwarmStore
 from swarmnode.swarm.vote_file import load_vote_file, open_vote_file
 from tests.swarm_members import NOW_S, Founder
@@ -157,6 +158,40 @@ def test_a_newcomer_gets_the_same_record(founder: Founder) -> None:
     assert (copy.chain, copy.enactment, copy.bans) == (record.chain, record.enactment, record.bans)
     with pytest.raises(PeerMistake, match="without a backbone"):
         SwarmRecord.from_news(record.name, record.psk, first, certificate, ())
+
+
+def release_of(founder: Founder, peer: Identity, number: int, key: OwnerKey | None = None) -> bytes:
+    return release_news(Release.make(founder.record.swarm, peer.peer_id, number, NOW_S, (key or founder.key).sign))
+
+
+def test_a_record_without_releases_is_written_as_before_there_were_any(founder: Founder) -> None:
+    assert founder.record.to_bytes()[1] == 1, "its format"
+    founder.store.hear([release_of(founder, PEERS[0], 1)])
+    assert founder.record.to_bytes()[1] == 2
+    assert SwarmStore.open(founder.store.files).need() == founder.record
+
+
+def test_releases_grow_whatever_the_order(founder: Founder) -> None:
+    first, second, third = (release_of(founder, PEERS[0], number) for number in (1, 2, 3))
+    founder.store.hear([second, first])
+    assert founder.record.releases.number_of(PEERS[0].peer_id) == 2
+    assert founder.record.hear(second) is founder.record
+    assert founder.record.hear(third).releases.number_of(PEERS[0].peer_id) == 3
+    with pytest.raises(PeerMistake, match="not signed by the swarm's owner"):
+        founder.record.hear(release_of(founder, PEERS[1], 1, OwnerKey.generate()))
+
+
+def test_a_release_that_is_signed_anew_is_told_to_newcomers_and_counts_once(founder: Founder) -> None:
+    founder.store.hear([release_of(founder, PEERS[0], 2)])
+    before, new = founder.record, OwnerKey.generate()
+    rotation = before.chain.rotate(new.public, [before.backbone.digest], founder.key.sign)
+    after = before.hear(rotation_news(rotation))
+    told = len(after.news())
+    again, heard = after.hear_all(map(release_news, after.releases.signed_anew(new.sign)))
+    assert len(heard) == 1
+    assert len(again.news()) == told + 1, "with a signature that anybody can check"
+    assert again.releases.number_of(PEERS[0].peer_id) == 2
+    assert again.hear(release_of(founder, PEERS[0], 2, founder.key)) is again
 
 
 def test_after_a_rotation_old_signatures_count_where_they_were_kept(founder: Founder) -> None:

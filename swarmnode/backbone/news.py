@@ -1,7 +1,8 @@
 """The owner's word on its way to every member: a digest says whether two nodes know the same.
 
-Who the backbone is, which keys the owner had, who is banned: all of it stands in the swarm's record (swarm/record.py).
-Checking which bans can be passed on costs a signature each, so it is done once for each change, in a thread.
+Who the backbone is, which keys the owner had, who is banned or released: all of it stands in the swarm's record
+(swarm/record.py). Checking which of it can be passed on costs a signature each, so it is done once for each change, in
+a thread.
 """
 
 from __future__ import annotations
@@ -54,9 +55,8 @@ def _same(record: SwarmRecord, known: SwarmRecord | None) -> bool:
     """Whether they tell the same: records are values whose unchanged parts stay the same objects."""
     if known is None:
         return False
-    return (
-        record.chain is known.chain and record.bans is known.bans and record.backbone.version == known.backbone.version
-    )
+    same = (record.chain is known.chain, record.bans is known.bans, record.releases is known.releases)
+    return all(same) and record.backbone.version == known.backbone.version
 
 
 def _tell(record: SwarmRecord) -> Told:

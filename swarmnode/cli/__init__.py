@@ -9,6 +9,7 @@ requests   swarmctl requests, verify, forget; render_requests shows what they fo
 completion  swarmctl completion
 equivalence  swarmctl equivalence; render_equivalence shows what it found
 mesh       swarmctl placement, drain, undrain
+peer       swarmctl peer, peer release; render_peer shows what is known of one
 swarm      swarmctl init, join, leave, invite, ban, backbone; owner adds `swarmctl owner ...`
 belonging  what those of swarm and owner share; passphrase is where the owner's comes from
 common     options, exit statuses, and the one place where a failure is printed

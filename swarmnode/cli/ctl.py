@@ -19,6 +19,7 @@ from swarmnode.cli.equivalence import equivalence
 from swarmnode.cli.logs import logs
 from swarmnode.cli.mesh import COMMANDS as MESH
 from swarmnode.cli.models import model
+from swarmnode.cli.peer import COMMANDS as PEER
 from swarmnode.cli.progress import ProgressLine
 from swarmnode.cli.requests import COMMANDS as REQUESTS
 from swarmnode.cli.swarm import COMMANDS as BELONGING
@@ -44,7 +45,7 @@ def swarmctl() -> None:
     """
 
 
-for command in (status, top, ask, chat, *REQUESTS, logs, *BELONGING, *MESH, model, equivalence, completion):
+for command in (status, top, ask, chat, *REQUESTS, logs, *BELONGING, *MESH, *PEER, model, equivalence, completion):
     swarmctl.add_command(command)
 
 

@@ -71,7 +71,7 @@ def rotate(settings: Settings, passphrase_file: Path | None) -> None:
     export again.
     """
     from swarmnode.swarm.owner_key import OwnerKey
-    from swarmnode.swarm.record import ban_news, rotation_news
+    from swarmnode.swarm.record import ban_news, release_news, rotation_news
     from swarmnode.swarm.vote_file import load_vote_file
 
     store = open_store(settings)
@@ -89,7 +89,8 @@ def rotate(settings: Settings, passphrase_file: Path | None) -> None:
         message = f"the key was rotated {len(record.chain.rotations)} times, which is the most"
         raise UsageError(message, hint="Make a new swarm.") from None
     place.save_next(new.seal(record.swarm, words))  # beside the old one, until the swarm has heard of it
-    publish(settings, [rotation_news(rotation), *map(ban_news, record.bans.signed_anew(new.sign))])
+    bans, releases = record.bans.signed_anew(new.sign), record.releases.signed_anew(new.sign)
+    publish(settings, [rotation_news(rotation), *map(ban_news, bans), *map(release_news, releases)])
     place.read(new.public)
     text = f"The owner's key number {rotation.number} counts from now on. Export it again; older copies are void."
     show(settings, {"rotation": rotation.number, "owner_key": str(place.path), "swarm": record.swarm}, text)

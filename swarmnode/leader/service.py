@@ -20,6 +20,7 @@ from backends.device import Device
 from backends.llama import LlamaModel
 from backends.manifest import Manifest
 from capabilities.errors import NotReady, SwarmError
+from capabilities.verdict import MemoryBoard, VerdictBoard
 from scheduler.answer import Vocabulary
 from scheduler.batching import Batcher
 from scheduler.placement_record import PlacementRecord
@@ -110,6 +111,7 @@ class Leader:
         inherited: PlacementRecord | None = None,
         on_record: Callable[[bytes], None] = _keep_nothing,
         verify_member: VerifyMember | None = None,
+        board: VerdictBoard | None = None,
     ) -> None:
         """term: which leadership this is; it fences what is dispatched.
 
@@ -121,11 +123,13 @@ class Leader:
         on_covers: called with `covers` whenever that changes.
         inherited: the newest record that a predecessor left. on_record: gets this leader's own, whenever it changes.
         verify_member: who may be a worker (members.Members); None: everybody.
+        board: what was held of peers before, and where this leader writes what it finds; None: one of its own.
         """
         network = protocols.network
         self.term = term
         self.active: ActiveModel | None = None
         self.reason = "a model to serve: `swarmctl model add FILE`"
+        self.board: VerdictBoard = MemoryBoard() if board is None else board
         self.members = Members(network, self._joined, self._progressed, self._left, self._spoke, verify_member)
         self._network = network
         self._trunks = trunks

@@ -35,15 +35,16 @@ from scheduler.advert_findings import Finding, FindingKind
 from swarmnode import limits
 from swarmnode.identity import Identity, verify
 from swarmnode.net.dht import Dht, DhtStatistics, RankValue
-from swarmnode.net.gossip import GossipStatistics
+from swarmnode.net.gossip import Gossip, GossipStatistics
 from swarmnode.net.gossipsub import GossipSubNode, open_gossipsub
 from swarmnode.net.groups import without_groups
 from swarmnode.net.interface import Network, PeerId
 from swarmnode.swarm.adverts import AdvertService, AdvertStatistics, Holder, OnChange, Speaker
 from swarmnode.swarm.dht import AdvertDirectory, advert_rank
 from swarmnode.swarm.mdns import LanDiscovery, LanState
-from swarmnode.swarm.news import NewsService, NewsStatistics, OnNews
+from swarmnode.swarm.news import RecordNews, news_channel
 from swarmnode.swarm.record import SwarmRecord, peer_of
+from swarmnode.swarm.spreading import OnPieces, Spreading, SpreadingStatistics
 from swarmnode.swarm.store import SwarmStore
 
 _log = structlog.get_logger(__name__)
@@ -56,7 +57,7 @@ OpenDht = Callable[[RankValue], AbstractAsyncContextManager[Dht]]
 @dataclass(frozen=True, slots=True)
 class SwarmAdvertsStatistics:
     adverts: AdvertStatistics
-    news: NewsStatistics
+    news: SpreadingStatistics
     gossip: GossipStatistics
     dht: DhtStatistics | None
 
@@ -82,7 +83,7 @@ class SwarmAdverts:
         self._gossip = gossip
         self._nursery = nursery
         self._record = store.need()
-        self._on_news: list[OnNews] = []
+        self._on_news: list[OnPieces] = []
         self._dht: Dht | None = None
         self._lan: LanDiscovery | None = None
         self._speaker = Speaker(
@@ -96,7 +97,9 @@ class SwarmAdverts:
             wall_s=wall_s,
         )
         self._service: AdvertService
-        self._news = NewsService(store, network, gossip, self._after_news)
+        self._news = Spreading(
+            news_channel(self._record.swarm), RecordNews(store), network, gossip, self._after_news
+        )
 
     async def start(self, dht: Dht | None, lan: LanDiscovery | None) -> None:
         """Begin to speak and to listen."""
@@ -114,6 +117,11 @@ class SwarmAdverts:
             self._nursery.start_soon(lan.run)
 
     # --- Who is there ---
+
+    @property
+    def gossip(self) -> Gossip:
+        """The swarm's gossip, for topics of other parts."""
+        return self._gossip
 
     def peers(self) -> dict[str, PeerView]:
         """Everybody that was heard, those that are gone included, without this node."""
@@ -190,7 +198,7 @@ class SwarmAdverts:
 
     # --- The owner's word ---
 
-    def on_news(self, callback: OnNews) -> None:
+    def on_news(self, callback: OnPieces) -> None:
         """Have `callback` called with news that has just been taken in. It must not block."""
         self._on_news.append(callback)
 

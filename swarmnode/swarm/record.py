@@ -1,8 +1,9 @@
 """What this node knows of the swarm that it belongs to: one value, changed by functions without side effects.
 
-A record comes into being by founding a swarm or by being admitted to one, and then hears *news*: the owner's rotations
-and bans, and proofs of which backbone acts. News may come from anybody, in any order, twice, or from the past; each
-carries its own proof, and what is older than the record's changes nothing. store.py keeps the record on disk.
+A record comes into being by founding a swarm or by being admitted to one, and then hears *news*: the owner's rotations,
+bans and releases, and proofs of which backbone acts. News may come from anybody, in any order, twice, or from the
+past; each carries its own proof, and what is older than the record's changes nothing. store.py keeps the record on
+disk.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from swarmnode.identity import verify
 from swarmnode.swarm.bans import BANS_BYTES_MAX, Ban, BanList
 from swarmnode.swarm.blobs import join_blobs, split_blobs
 from swarmnode.swarm.ownership import CHAIN_BYTES_MAX, OwnerChain, Rotation
+from swarmnode.swarm.releases import RELEASES_BYTES_MAX, Release, ReleaseList
 
 PSK_BYTES: Final = 32
 NAME_CHARS_MAX: Final = 63
@@ -29,12 +31,13 @@ FORMER_MAX: Final = 64
 """Peers that once were in the backbone and whose word for members still counts (until they are banned)."""
 
 NEWS_BYTES_MAX: Final = ENACTMENT_BYTES_MAX + 1
-NEWS_MAX: Final = limits.BANS_MAX + limits.ROTATIONS_MAX + 1
+NEWS_MAX: Final = limits.BANS_MAX + limits.RELEASES_MAX + limits.ROTATIONS_MAX + 1
 
-RECORD_BYTES_MAX: Final = CHAIN_BYTES_MAX + BANS_BYTES_MAX + 32 * 1024
+RECORD_BYTES_MAX: Final = CHAIN_BYTES_MAX + BANS_BYTES_MAX + RELEASES_BYTES_MAX + 32 * 1024
 _BLOB_BYTES_MAX: Final = max(CHAIN_BYTES_MAX, BANS_BYTES_MAX)
 _FORMAT: Final = 1
-_BAN, _ROTATION, _BACKBONE = b"b", b"r", b"k"
+_FORMAT_RELEASES: Final = 2  # of a record with releases; one without is written as versions before them read it
+_BAN, _ROTATION, _BACKBONE, _RELEASE = b"b", b"r", b"k", b"l"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _ADDRESS = re.compile(r"/[!-~]{1,200}/p2p/[1-9A-HJ-NP-Za-km-z]{1,64}")
 
@@ -76,6 +79,7 @@ class SwarmRecord:
     """Where to look for the swarm, best first, each with its peer id."""
     bans: BanList = field(default_factory=BanList)
     former: tuple[str, ...] = ()
+    releases: ReleaseList = field(default_factory=ReleaseList)
 
     @property
     def swarm(self) -> str:
@@ -120,18 +124,18 @@ class SwarmRecord:
         Raises:
             PeerMistake: something in it is false, or there is no backbone in it.
         """
-        chain, enactment, bans = first, None, []
+        chain, enactment, others = first, None, []
         for each in news:
             if each[:1] == _ROTATION:
                 chain = chain.followed_by(Rotation.from_bytes(each[1:]))
             elif each[:1] == _BACKBONE:
                 enactment = Enactment.from_bytes(each[1:])
             else:
-                bans.append(each)
+                others.append(each)
         if enactment is None:
             raise PeerMistake("an admission without a backbone")
         enactment.verify(chain.swarm, verify, chain.verify)
-        record, _ = cls(name, psk, chain, enactment, certificate).hear_all(bans)
+        record, _ = cls(name, psk, chain, enactment, certificate).hear_all(others)
         return record.renewed(certificate)
 
     # -- news ---------------------------------------------------------------------------------------------------
@@ -146,6 +150,8 @@ class SwarmRecord:
         match parse_news(news):
             case Ban() as ban:
                 return self._hear_ban(ban)
+            case Release() as release:
+                return self._hear_release(release)
             case Enactment() as enactment:
                 return self._hear_backbone(enactment)
             case rotation:
@@ -164,12 +170,14 @@ class SwarmRecord:
     def news(self) -> tuple[bytes, ...]:
         """All that this node can tell another one, in the order in which it can be checked.
 
-        Bans that only a former owner key signed are left out: nobody could check them. They go on to count here.
+        Bans and releases that only a former owner key signed are left out: nobody could check them. They go on to count
+        here.
         """
         return (
             *(_ROTATION + rotation.to_bytes() for rotation in self.chain.rotations),
             backbone_news(self.enactment),
             *(ban_news(ban) for ban in self.bans if self.chain.verify(ban.payload(), ban.signature)),
+            *(release_news(each) for each in self.releases if self.chain.verify(each.payload(), each.signature)),
         )
 
     def _hear_ban(self, ban: Ban) -> SwarmRecord:
@@ -177,6 +185,12 @@ class SwarmRecord:
             return self
         ban.verify(self.swarm, self.chain.verify)
         return replace(self, bans=self.bans.with_(ban))
+
+    def _hear_release(self, release: Release) -> SwarmRecord:
+        if not self.releases.is_news(release, self.chain.verify):
+            return self
+        release.verify(self.swarm, self.chain.verify)
+        return replace(self, releases=self.releases.with_(release))
 
     def _hear_backbone(self, enactment: Enactment) -> SwarmRecord:
         if enactment.current.version <= self.backbone.version:
@@ -221,7 +235,7 @@ class SwarmRecord:
     def to_bytes(self) -> bytes:
         return pack(
             (
-                _FORMAT,
+                _FORMAT_RELEASES if self.releases else _FORMAT,
                 self.name.encode(),
                 self.psk,
                 self.chain.to_bytes(),
@@ -230,13 +244,15 @@ class SwarmRecord:
                 join_blobs(address.encode() for address in self.addresses),
                 self.bans.to_bytes(),
                 tuple(self.former),
+                *((self.releases.to_bytes(),) if self.releases else ()),
             )
         )
 
     @classmethod
     def _read(cls, value: object) -> SwarmRecord:
-        fields = Fields(value, 9, "swarm record")
-        fields.format(_FORMAT)
+        with_releases = isinstance(value, tuple) and value[:1] == (_FORMAT_RELEASES,)
+        fields = Fields(value, 10 if with_releases else 9, "swarm record")
+        fields.format(_FORMAT_RELEASES if with_releases else _FORMAT)
         name = fields.blob("name", NAME_CHARS_MAX, 1).decode("ascii", "replace")
         psk = fields.blob("network key", PSK_BYTES, PSK_BYTES)
         chain = OwnerChain.from_bytes(fields.blob("owner keys", CHAIN_BYTES_MAX))
@@ -246,14 +262,17 @@ class SwarmRecord:
         addresses = tuple(blob.decode("ascii", "replace") for blob in blobs)
         bans = BanList.from_bytes(fields.blob("bans", BANS_BYTES_MAX))
         former = fields.array("former", FORMER_MAX)
+        releases = ReleaseList()
+        if with_releases:
+            releases = ReleaseList.from_bytes(fields.blob("releases", RELEASES_BYTES_MAX, 1))
         if not is_name(name) or not all(map(is_address, addresses)):
             raise PeerMistake("swarm record: a name or an address is none")
         if {chain.swarm, enactment.current.swarm} != {certificate.swarm}:
             raise PeerMistake("swarm record: its parts are of different swarms")
-        return cls(name, psk, chain, enactment, certificate, addresses, bans, tuple(map(str, former)))
+        return cls(name, psk, chain, enactment, certificate, addresses, bans, tuple(map(str, former)), releases)
 
 
-def parse_news(news: bytes) -> Ban | Enactment | Rotation:
+def parse_news(news: bytes) -> Ban | Enactment | Rotation | Release:
     """What a piece of news says, its proof not looked at. PeerMistake if it is none."""
     kind, body = news[:1], news[1:]
     if kind == _BAN:
@@ -262,12 +281,19 @@ def parse_news(news: bytes) -> Ban | Enactment | Rotation:
         return Enactment.from_bytes(body)
     if kind == _ROTATION:
         return Rotation.from_bytes(body)
+    if kind == _RELEASE:
+        return Release.from_bytes(body)
     raise PeerMistake(f"news of kind {kind!r}")
 
 
 def ban_news(ban: Ban) -> bytes:
     """A ban as a piece of news."""
     return _BAN + ban.to_bytes()
+
+
+def release_news(release: Release) -> bytes:
+    """A release as a piece of news."""
+    return _RELEASE + release.to_bytes()
 
 
 def rotation_news(rotation: Rotation) -> bytes:

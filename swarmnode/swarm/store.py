@@ -43,6 +43,11 @@ class SwarmFiles:
         return self.data / "votes"
 
     @property
+    def verdicts(self) -> Path:
+        """What leaders hold of peers: see verdicts.py."""
+        return self.data / "verdicts"
+
+    @property
     def invites(self) -> Path:
         return self.data / "invites"
 
