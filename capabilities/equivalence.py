@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from capabilities.agreement import compare
 from capabilities.tolerances import (
     KL_MEAN_LIMIT,
-    NLL_DEVIATIONS,
-    NLL_MEAN_LIMIT,
     TOP1_AGREEMENT_MIN,
     RowLimits,
     above_noise,
@@ -33,7 +31,6 @@ I32 = NDArray[np.int32]
 
 LEVELS: Final = ("op", "layer", "logits", "decisions", "generation", "task")
 _LARGEST: Final = float(np.finfo(np.float32).max)  # for what is not finite: JSON knows no infinity
-_EXPONENT_MAX: Final = 80.0  # a perplexity of 1e34 says all that there is to say
 TINY: Final = 1e-300  # instead of a norm of zero
 
 
@@ -84,7 +81,7 @@ def worst(found: Sequence[Difference]) -> Difference:
     )
 
 
-def _verdict(level: str, *faults: str | None) -> dict[str, Any]:
+def verdict(level: str, *faults: str | None) -> dict[str, Any]:
     """Passed if there is no fault; else the first one is the reason."""
     reason = next((fault for fault in faults if fault is not None), None)
     return {"level": level, "pass": reason is None, "reason": reason}
@@ -110,7 +107,7 @@ def layer_level(pinned: Sequence[float], floor: Sequence[float], layers: Sequenc
     limits = [above_noise(residual_limit(depth), noise) for depth, noise in enumerate(floor, 1)]
     over = next((n for n, found, limit in zip(layers, pinned, limits, strict=True) if not found <= limit), None)
     fault = None if over is None else f"after layer {over} the residual is further off than allowed"
-    return {**_verdict("layer", fault), "tolerance": {"relative_l2": limits}}
+    return {**verdict("layer", fault), "tolerance": {"relative_l2": limits}}
 
 
 # -- logits -----------------------------------------------------------------------------------------------------------
@@ -170,7 +167,7 @@ def logits_level(rows: LogitRows, floor: LogitRows) -> dict[str, Any]:
     mean = float(rows.kl.mean())
     fault = None if mean <= limit else f"a mean KL of {mean:.2g}, with a limit of {limit:.2g}"  # also for no number
     return {
-        **_verdict("logits", fault),
+        **verdict("logits", fault),
         "tolerance": {"kl_mean": limit},
         **logit_figures(rows),
         "noise_floor": logit_figures(floor),
@@ -180,11 +177,11 @@ def logits_level(rows: LogitRows, floor: LogitRows) -> dict[str, Any]:
 def logit_figures(rows: LogitRows) -> dict[str, Any]:
     return {
         "positions": len(rows.kl),
-        "l_infinity": _number(rows.l_infinity.max()),
-        "l2_median": _number(np.median(rows.l2)),
-        "l2_max": _number(rows.l2.max()),
-        "kl_mean": _number(rows.kl.mean()),
-        "kl_max": _number(rows.kl.max()),
+        "l_infinity": number(rows.l_infinity.max()),
+        "l2_median": number(np.median(rows.l2)),
+        "l2_max": number(rows.l2.max()),
+        "kl_mean": number(rows.kl.mean()),
+        "kl_max": number(rows.kl.max()),
     }
 
 
@@ -205,7 +202,7 @@ def decisions_level(rows: LogitRows, routing: Sequence[RoutingChange], floor: Lo
     least = 1 - above_noise(1 - TOP1_AGREEMENT_MIN, 1 - of_floor["top1_agreement"])
     agreement, flips = figures["top1_agreement"], figures["flips"]
     return {
-        **_verdict(
+        **verdict(
             "decisions",
             f"{through} tokens flipped whose margin exceeds twice L-infinity" if through else None,
             f"{flips} flips, where {figures['flips_predicted']:.1f} were predicted" if flips > allowed else None,
@@ -215,7 +212,7 @@ def decisions_level(rows: LogitRows, routing: Sequence[RoutingChange], floor: Lo
         **figures,
         "flips_through_the_gate": through,
         "positions_below_the_gate": int((rows.margins <= 2 * rows.l_infinity).sum()),
-        "margin_quantiles": [_number(q) for q in np.quantile(rows.margins, (0.01, 0.1, 0.5))],
+        "margin_quantiles": [number(q) for q in np.quantile(rows.margins, (0.01, 0.1, 0.5))],
         "margin_histogram": margin_histogram(rows),
         "routing": routing_figures(routing),
         "noise_floor": of_floor,
@@ -311,7 +308,7 @@ def generation_level(generated: Generated, floor: Generated) -> dict[str, Any]:
     forks, allowed = [f for f in generated.forks if f is not None], flips_limit(generated.forks_predicted)
     wild = sum(fork.margin > 2 * fork.l_infinity for fork in forks)
     return {
-        **_verdict(
+        **verdict(
             "generation",
             f"{wild} answers parted where the margin exceeds twice L-infinity" if wild else None,
             f"{len(forks)} answers parted, not {generated.forks_predicted:.1f}" if len(forks) > allowed else None,
@@ -334,33 +331,9 @@ def generation_figures(generated: Generated) -> dict[str, Any]:
     }
 
 
-# -- task -------------------------------------------------------------------------------------------------------------
+# -- for every level --------------------------------------------------------------------------------------------------
 
 
-def task_level(nll_a: F64, nll_b: F64, floor_a: F64, floor_b: F64) -> dict[str, Any]:
-    """Negative log-likelihoods [T] of the same text's tokens in nats, and those of llama.cpp's two sets of kernels."""
-    figures, of_floor = task_figures(nll_a, nll_b), task_figures(floor_a, floor_b)
-    limit = above_noise(NLL_MEAN_LIMIT, abs(of_floor["nll_difference"])) + NLL_DEVIATIONS * figures["standard_error"]
-    mean = figures["nll_difference"]
-    fault = None if abs(mean) <= limit else f"{mean:+.2g} nats a token, with a limit of {limit:.2g}"
-    return {
-        **_verdict("task", fault),
-        "tolerance": {"nll_difference": limit},
-        **figures,
-        "noise_floor": of_floor,
-    }
-
-
-def task_figures(nll_a: F64, nll_b: F64) -> dict[str, Any]:
-    apart = nll_b - nll_a
-    return {
-        "positions": len(nll_a),
-        "perplexity_a": _number(np.exp(min(nll_a.mean(), _EXPONENT_MAX))),
-        "perplexity_b": _number(np.exp(min(nll_b.mean(), _EXPONENT_MAX))),
-        "nll_difference": _number(apart.mean()),
-        "standard_error": _number(apart.std() / math.sqrt(len(apart))),
-    }
-
-
-def _number(value: Any) -> float:
+def number(value: Any) -> float:
+    """A float that JSON knows."""
     return float(np.nan_to_num(float(value), nan=_LARGEST, posinf=_LARGEST, neginf=-_LARGEST))

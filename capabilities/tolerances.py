@@ -56,6 +56,9 @@ FLIPS_FREE: Final = 2.0
 # that it must also stand out of its own noise.
 NLL_MEAN_LIMIT: Final = 1e-2
 NLL_DEVIATIONS: Final = 3.0
+# Of the likelihoods of a question's answers against each other, in nats: what KL_MEAN_LIMIT allows one token's, since a
+# small KL is half of their variance.
+OPTIONS_SPREAD_LIMIT: Final = math.sqrt(2 * KL_MEAN_LIMIT)
 # Whatever the limits of these levels and of the residual: a model may part from itself by more, merely by llama.cpp's
 # other choice of kernels (a tiny model of random weights does). So many times its own noise is allowed.
 NOISE_TIMES: Final = 3.0

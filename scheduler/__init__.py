@@ -11,6 +11,7 @@ batching     what the trunk decodes next, and what its logits mean for each requ
 constraint   what narrows an answer down to the language of a grammar
 tool_calls   calls of tools in an answer
 parking      requests that wait for an expert that nobody can compute now
+audits       which answers of live work are recomputed, and what is found of a peer by them: the sequential test
 service_checks     how precisely workers add while they serve: whom to check when, and what that comes to
 settling     when to place experts anew
 placement    which peer holds which experts

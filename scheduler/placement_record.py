@@ -7,7 +7,7 @@ new proof before it serves. Without a record, or with one of another model, a le
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -15,29 +15,39 @@ import numpy as np
 from capabilities.agreement import Agreement
 from capabilities.errors import PeerMistake
 from capabilities.packing import INTEGER_MAX, PEER_ID_CHARS_MAX, Fields, Plain, decode, pack
+from scheduler.audits import PEERS_MAX, PeerAudits
 from scheduler.placement import Placement
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 RECORD_BYTES_MAX: Final = 4 << 20  # 48 layers of 256 experts with eight copies each take 0.2 MB
-PEERS_MAX: Final = 4096
 HASH_BYTES: Final = 32
 _WHAT: Final = "placement record"
 _NOBODY: Final = 0xFFFF
 _LAYER: Final = np.dtype([("layer", "<u2"), ("experts", "<u2"), ("copies", "u1")])
 _VERDICT: Final = np.dtype([("peer", "<u2"), ("identical", "u1"), ("unfit", "u1"), ("numbers", "<f8", 4)])
+_AUDITS: Final = np.dtype(
+    [
+        ("agreed", "<u4"), ("differed", "<u4"), ("in_a_row", "<u4"), ("wrong_score", "<f8"), ("coarse_score", "<f8"),
+        ("unfit", "u1"), ("times_unfit", "<u2"), ("quarantined", "u1"), ("released", "<u4"),
+    ]
+)  # fmt: skip
+_COUNT_MAX: Final = 2**32 - 1
+_TIMES_MAX: Final = 2**16 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementRecord:
     """The placement of a term and epoch for the model of `manifest` (its id).
 
-    proven: holders with their verdicts. unfit: those of them that are not precise enough for output ranks.
+    proven: holders with their verdicts. unfit: those of them that are not precise enough for output ranks. audits: of
+    live work, whoever's: a peer that is quarantined holds nothing.
     """
 
     manifest: str
     placement: Placement
     proven: Mapping[str, Agreement]
     unfit: frozenset[str] = frozenset()
+    audits: Mapping[str, PeerAudits] = field(default_factory=dict)
 
     @property
     def name(self) -> tuple[int, int]:
@@ -69,6 +79,8 @@ class PlacementRecord:
             np.array(layers, _LAYER).tobytes(),
             b"".join(rows),
             np.array(verdicts, _VERDICT).tobytes(),
+            "\n".join(sorted(self.audits)).encode(),
+            np.array([_counted(held) for _, held in sorted(self.audits.items())], _AUDITS).tobytes(),
         )
         return pack(fields)
 
@@ -79,7 +91,7 @@ class PlacementRecord:
 
     @classmethod
     def _read(cls, value: object) -> PlacementRecord:
-        fields = Fields(value, 8, _WHAT)
+        fields = Fields(value, 10, _WHAT)
         fields.format(FORMAT)
         term, epoch = fields.integer("term", INTEGER_MAX), fields.integer("epoch", INTEGER_MAX)
         manifest = fields.blob("manifest", HASH_BYTES, HASH_BYTES).hex()
@@ -90,13 +102,42 @@ class PlacementRecord:
             verdicts = np.frombuffer(fields.blob("verdicts", RECORD_BYTES_MAX), _VERDICT).tolist()
             proven = {peers[peer]: Agreement(bool(same), *map(float, numbers)) for peer, same, _, numbers in verdicts}
             unfit = frozenset(peers[peer] for peer, _, bad, _ in verdicts if bad)
+            audited = fields.blob("audited", PEERS_MAX * (PEER_ID_CHARS_MAX + 1)).decode("ascii")
+            audits = _audits(audited, np.frombuffer(fields.blob("audits", RECORD_BYTES_MAX), _AUDITS).tolist())
         except (ValueError, IndexError) as error:
             raise PeerMistake(f"{_WHAT}: {error!s:.100}") from None
-        return cls(manifest, Placement(term, epoch, holders), proven, unfit)
+        return cls(manifest, Placement(term, epoch, holders), proven, unfit, audits)
 
 
 def _numbers(found: Agreement) -> tuple[float, float, float, float]:
     return found.max_abs_diff, found.median_relative_l2, found.worst_relative_l2, found.min_cosine
+
+
+def _counted(held: PeerAudits) -> tuple[float, ...]:
+    return (
+        min(held.agreed, _COUNT_MAX),
+        min(held.differed, _COUNT_MAX),
+        min(held.in_a_row, _COUNT_MAX),
+        held.wrong_score,
+        held.coarse_score,
+        held.unfit,
+        min(held.times_unfit, _TIMES_MAX),
+        held.quarantined,
+        min(held.released, _COUNT_MAX),
+    )
+
+
+def _audits(names: str, rows: list[tuple[int, int, int, float, float, int, int, int, int]]) -> dict[str, PeerAudits]:
+    """Raises ValueError where names and rows do not fit, or a score is none."""
+    peers = names.split("\n") if names else []
+    if not all(0 <= score < np.inf for row in rows for score in row[3:5]):
+        raise ValueError("a score is none")
+    return {
+        peer: PeerAudits(agreed, differed, in_a_row, wrong, coarse, bool(unfit), times, bool(quarantined), released)
+        for peer, (agreed, differed, in_a_row, wrong, coarse, unfit, times, quarantined, released) in zip(
+            peers, rows, strict=True
+        )
+    }
 
 
 def _holders(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from capabilities.agreement import Agreement
 from capabilities.errors import PeerMistake
 from capabilities.packing import pack
+from scheduler.audits import PeerAudits
 from scheduler.placement import Placement
 from scheduler.placement_record import PlacementRecord
 
@@ -21,6 +22,10 @@ layers = st.dictionaries(
 )
 numbers = st.floats(0, 1)
 verdicts = st.builds(Agreement, st.booleans(), numbers, numbers, numbers, numbers)
+counts, scores = st.integers(0, 2**32 - 1), st.floats(0, 1e3)
+audited = st.builds(
+    PeerAudits, counts, counts, counts, scores, scores, st.booleans(), st.integers(0, 2**16 - 1), st.booleans(), counts
+)
 
 
 def record(holders: dict[int, tuple[tuple[str, ...], ...]], **proven: Agreement) -> PlacementRecord:
@@ -41,6 +46,20 @@ def test_it_comes_back_whole(holders: dict[int, tuple[tuple[str, ...], ...]], pr
     assert back.name == (3, 7)
 
 
+@settings(max_examples=50)
+@given(st.dictionaries(st.sampled_from([*PEERS, "12D3KooWgone"]), audited))
+def test_so_do_the_audits_of_those_too_that_hold_nothing(audits: dict[str, PeerAudits]) -> None:
+    whole = dataclasses.replace(EXAMPLE, audits=audits)
+    assert PlacementRecord.from_bytes(whole.to_bytes()).audits == audits
+
+
+def test_a_score_that_is_none_is_refused() -> None:
+    for score in (float("nan"), float("inf"), -1.0):
+        bad = dataclasses.replace(EXAMPLE, audits={"12D3KooWa": PeerAudits(wrong_score=score)}).to_bytes()
+        with pytest.raises(PeerMistake, match="score"):
+            PlacementRecord.from_bytes(bad)
+
+
 def test_a_large_one_is_small_enough_to_be_told_often() -> None:
     peers = [f"12D3KooW{i:044d}".replace("0", "1") for i in range(40)]
     holders = {layer: tuple((peers[e % 40], peers[(e + 7) % 40]) for e in range(256)) for layer in range(48)}
@@ -50,7 +69,7 @@ def test_a_large_one_is_small_enough_to_be_told_often() -> None:
 def test_other_bytes_are_refused() -> None:
     good = EXAMPLE.to_bytes()
     wrong: list[object] = [b"", good[:-1], good + b"x", good[:40] + b"\xff" + good[41:], "text", None, pack((1, 2))]
-    for field in range(8):
+    for field in range(10):
         for bad in (b"", b"\xff" * 5, 2**62, ()):
             values = list(_fields(good))
             if values[field] != bad:

@@ -126,10 +126,15 @@ def _generation(level: Mapping[str, Any]) -> list[str]:
 
 
 def _task(level: Mapping[str, Any]) -> list[str]:
+    both = (("A and B", level), (_NOISE, level["noise_floor"]))
     return [
-        f"{what}: perplexity {found['perplexity_a']:.4g} and {found['perplexity_b']:.4g}, paired difference "
-        f"{found['nll_difference']:+.2e} (standard error {found['standard_error']:.1e}) nats a token"
-        for what, found in (("A and B", level), (_NOISE, level["noise_floor"]))
+        f"{what}: perplexity {found['perplexity_a']:.4g} and {found['perplexity_b']:.4g} over {found['positions']} "
+        f"tokens, paired difference {found['nll_difference']:+.2e} (standard error {found['standard_error']:.1e}) nats"
+        for what, found in both
+    ] + [
+        f"{what}: {found['accuracy_a']:.1%} and {found['accuracy_b']:.1%} of {found['questions']} questions right, "
+        f"{found['changed']} answers changed, {found['changed_predicted']:.1f} predicted"
+        for what, found in ((what, found["choices"]) for what, found in both)
     ]
 
 

@@ -6,11 +6,12 @@
     ops        the level op: single operators, by weight type and batch width
     splits     one model in llama.cpp whose experts two targets compute in turn
     shared     a side's experts on two machines: those that a peer holds, and the rest
-    passes     a text through both models: the levels layer, logits, decisions and task
+    passes     a text through both models: the levels layer, logits and decisions
+    task       the text's perplexity and questions with four answers: the level task
     answers    greedy answers of both models: the level generation
-    text       the text that models are compared on
+    text       the text and the questions that models are compared on
     run        all of it, and the report
     page       the report as a page to look at
 
-Figures and verdicts are in capabilities/equivalence.py, limits in capabilities/tolerances.py.
+Figures and verdicts are in capabilities/equivalence.py and task_level.py, limits in capabilities/tolerances.py.
 """

@@ -1,4 +1,4 @@
-"""A text through both models, window by window: the levels layer, logits, decisions and task.
+"""A text through both models, window by window: the levels layer, logits and decisions.
 
 Every position sees the same tokens on both sides. The layers are compared twice: with each side's routers free, and
 with B's routers pinned to A's choices, which takes the experts that changed out of the drift. Beside it llama.cpp on
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from backends.experts import F32, I32
 from backends.llama import LlamaModel, LlamaSettings
 from backends.trace import TracingHook
+from backends.vocabulary import Vocabulary
 from capabilities.equivalence import (
     TINY,
     LogitRows,
@@ -24,11 +25,9 @@ from capabilities.equivalence import (
     decisions_level,
     growth_exponent,
     layer_level,
-    log_softmax,
     logit_rows,
     logits_level,
     routing_change,
-    task_level,
 )
 from capabilities.errors import UsageError
 from swarmnode.equivalence.splits import Split
@@ -36,7 +35,9 @@ from swarmnode.equivalence.splits import Split
 Progress = Callable[[str, int, int], None]
 
 WINDOW: Final = 64  # tokens that see each other
-LEVELS: Final = ("layer", "logits", "decisions", "task")
+CHARS_A_TOKEN: Final = 4  # at first twice as many are read for each token; where tokens are longer, more
+CUT_TOKENS: Final = 8  # the last of a text that is cut short: whole it may have others there
+LEVELS: Final = ("layer", "logits", "decisions")
 
 
 @dataclass(eq=False)
@@ -75,10 +76,8 @@ class Passes:
     pinned: Drift = field(default_factory=Drift)
     logits: list[LogitRows] = field(default_factory=list)
     routes: dict[int, list[tuple[I32, I32]]] = field(default_factory=dict)
-    nll: list[NDArray[np.float64]] = field(default_factory=list)  # [2, T] a window
     floor_drift: Drift = field(default_factory=Drift)
     floor: list[LogitRows] = field(default_factory=list)
-    floor_nll: list[NDArray[np.float64]] = field(default_factory=list)
 
     def levels(self, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
         rows, floor = LogitRows.join(self.logits), LogitRows.join(self.floor)
@@ -90,9 +89,6 @@ class Passes:
             yield logits_level(rows, floor)
         if "decisions" in wanted:
             yield decisions_level(rows, self._routing(), floor)
-        if "task" in wanted:
-            of_text, of_floor = (np.concatenate(nll, axis=1) for nll in (self.nll, self.floor_nll))
-            yield task_level(of_text[0], of_text[1], of_floor[0], of_floor[1])
 
     def _routing(self) -> list[RoutingChange]:
         return [
@@ -112,7 +108,7 @@ def pass_through(split: Split, text: str, tokens: int, progress: Progress) -> Pa
     settings = LlamaSettings(context_tokens=WINDOW, batch_tokens=WINDOW)
     a, b = split.hooks()
     with split.open_trunk(settings, a) as model:
-        windows = windows_of(model, text, tokens)
+        windows = windows_of(model.vocabulary, text, tokens)
         for done, window in enumerate(windows):
             progress("a text through both models", done, len(windows))
             _compare(model, a, b, window, found)
@@ -124,16 +120,22 @@ def pass_through(split: Split, text: str, tokens: int, progress: Progress) -> Pa
             other.pinned = None
             of_quiet, of_fast = decode(quiet, window), decode(quick, window)
             found.floor.append(logit_rows(of_quiet, of_fast))
-            found.floor_nll.append(_nll(window, of_quiet, of_fast))
             other.pinned = dict(watching.routes)
             decode(quick, window)
             found.floor_drift.add(watching.residuals, other.residuals)
     return found
 
 
-def windows_of(model: LlamaModel, text: str, tokens: int) -> list[I32]:
-    """The first `tokens` tokens of a text in windows of WINDOW; a last one of a single token is left out."""
-    every = np.array(model.vocabulary.tokenize(text), np.int32)
+def windows_of(vocabulary: Vocabulary, text: str, tokens: int) -> list[I32]:
+    """The first `tokens` tokens of a text in windows of WINDOW; a last one of a single token is left out.
+
+    Raises:
+        UsageError: the text has fewer tokens.
+    """
+    length, every = tokens * CHARS_A_TOKEN, np.empty(0, np.int32)
+    while len(every) < tokens + CUT_TOKENS and length < 2 * len(text):
+        length = 2 * length
+        every = np.array(vocabulary.tokenize(text[:length]), np.int32)
     if len(every) < tokens:
         raise UsageError(
             f"the bundled text has {len(every)} tokens for this model, not {tokens}", hint="Lower --tokens."
@@ -164,10 +166,3 @@ def _compare(model: LlamaModel, a: TracingHook, b: TracingHook, window: I32, fou
     decode(model, window)
     found.pinned.add(residuals, b.residuals)
     found.logits.append(logit_rows(of_a, of_b))
-    found.nll.append(_nll(window, of_a, of_b))
-
-
-def _nll(window: I32, *sides: F32) -> NDArray[np.float64]:
-    """Negative log-likelihoods [sides, T - 1] of each token after the first."""
-    rows = np.arange(len(window) - 1)
-    return np.stack([-log_softmax(logits)[rows, window[1:]] for logits in sides])

@@ -22,6 +22,7 @@ from swarmnode.equivalence.peers import Swarm, no_swarm
 from swarmnode.equivalence.recipes import Sizes
 from swarmnode.equivalence.splits import Split, sizes_of, split_model
 from swarmnode.equivalence.targets import Target, find_target
+from swarmnode.equivalence.task import task
 from swarmnode.equivalence.text import bundled_text
 
 Progress = Callable[[str, int, int], None]
@@ -152,6 +153,8 @@ def _levels(split: Split, wanted: Sequence[str], effort: Effort, progress: Progr
         yield from pass_through(split, text, effort.tokens, progress).levels(of_text)
     if "generation" in wanted:
         yield generation(split, text, effort.prompts, effort.answer_tokens, progress)
+    if "task" in wanted:
+        yield task(split, text, effort.tokens, progress)
 
 
 def _no_shares() -> dict[str, Any]:

@@ -1,0 +1,294 @@
+"""Which answers are audited, what that costs, and what convicts whom, with the bounds that the module states."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.audits import (
+    AGREED_FIRST,
+    AUDIT_ROWS_MAX,
+    BLOCK_ROWS,
+    BUDGET_SHARE,
+    BURST_ROWS,
+    ERROR,
+    SHARE_MIN,
+    Audits,
+    Change,
+    Chosen,
+    Found,
+    PeerAudits,
+)
+
+RIGHT, WRONG = Found(4, identical=True), Found(4, wrong=4)
+COARSE = Found(4, coarse=4, ratios=(1.0,) * 4)
+Q, U = Change.QUARANTINED, Change.UNFIT
+
+
+def audits(seed: int = 0) -> Audits:
+    return Audits(random.Random(seed).randbytes(32))
+
+
+def serve(book: Audits, answers: int, found: Callable[[int], Found], rows: int = 4, peer: str = "a") -> list[Chosen]:
+    """So many answers of a peer, each looked into at once if it was chosen. What was."""
+    chosen = []
+    for number in range(answers):
+        audit = book.answered(peer, rows)
+        if audit is not None:
+            book.found(audit, found(number))
+            chosen.append(audit)
+    return chosen
+
+
+def honest(_number: int) -> Found:
+    return RIGHT
+
+
+# -- which -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_peers_answers_are_all_audited_until_ten_agreed_and_then_ever_fewer() -> None:
+    book = audits()
+    assert [chosen.number for chosen in serve(book, AGREED_FIRST, honest)] == list(range(1, AGREED_FIRST + 1))
+    shares = []
+    for _ in range(60):
+        shares.append(book.share("a"))
+        serve(book, 100, honest)
+    assert shares == sorted(shares, reverse=True)
+    assert (shares[0], shares[-1]) == (1.0, SHARE_MIN)
+    late = len(serve(book, 20_000, honest))
+    assert abs(late / 20_000 - SHARE_MIN) < 0.006  # four deviations
+
+
+def test_what_is_chosen_follows_from_the_secret_and_from_nothing_else() -> None:
+    def numbers(seed: int, peer: str = "a") -> list[int]:
+        return [chosen.number for chosen in serve(audits(seed), 2000, honest, peer=peer)][30:]
+
+    assert numbers(1) == numbers(1)
+    assert len(set(numbers(1)) & set(numbers(2))) < len(numbers(1)) / 2
+    assert numbers(1) != numbers(1, "b")
+    with pytest.raises(ValueError, match="secret"):
+        Audits(b"short")
+
+
+def test_no_answer_is_recomputed_in_more_rows_than_that() -> None:
+    book = audits()
+    assert {chosen.rows for chosen in serve(book, 10, honest, rows=500)} == {AUDIT_ROWS_MAX}
+    assert {chosen.rows for chosen in serve(book, 5, honest, rows=3, peer="b")} == {3}
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(0, 2**32),
+    st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 300), st.integers(0, 9)), max_size=400),
+)
+def test_the_overhead_is_bounded_whatever_peers_do(seed: int, answers: list[tuple[str, int, int]]) -> None:
+    book, rows, recomputed = audits(seed), 0, 0
+    for peer, count, kind in answers * 3:
+        rows += count
+        audit = book.answered(peer, count)
+        if audit is None:
+            continue
+        if kind == 9:
+            book.dropped(audit)
+            continue
+        recomputed += audit.rows
+        book.found(audit, WRONG if kind == 8 else RIGHT)
+        assert recomputed <= BURST_ROWS + BUDGET_SHARE * rows
+
+
+def test_in_the_steady_state_audits_cost_less_than_their_budget() -> None:
+    book = audits()
+    for _ in range(400):
+        for peer in "abcdefgh":
+            serve(book, 10, honest, rows=16, peer=peer)
+    before = sum(book.counts(peer).rows_recomputed for peer in "abcdefgh")
+    for _ in range(300):
+        for peer in "abcdefgh":
+            serve(book, 10, honest, rows=16, peer=peer)
+    after = sum(book.counts(peer).rows_recomputed for peer in "abcdefgh")
+    assert 0.045 < (after - before) / (300 * 8 * 10 * 16) < 0.055
+
+
+def test_even_if_everybody_is_suspected_the_budget_holds_and_ordinary_audits_go_on() -> None:
+    book = audits()
+    for _ in range(20_000):
+        for peer in "abc":
+            serve(book, 1, honest, rows=16, peer=peer)
+            if book.share(peer) < 1:
+                book.found_wrong(peer)
+    assert not any(book.held(peer).quarantined for peer in "abc")
+    assert SHARE_MIN < book.overhead < BUDGET_SHARE + 0.01
+
+
+# -- what convicts -----------------------------------------------------------------------------------------------------
+
+
+def test_one_wrong_audit_raises_a_peer_to_every_answer_and_convicts_nobody() -> None:
+    book = audits()
+    serve(book, 5000, honest)
+    assert book.share("a") == SHARE_MIN
+    audit = next(c for c in iter(lambda: book.answered("a", 4), 0) if c is not None)
+    assert book.found(audit, WRONG) == (Change.SUSPECTED,)
+    assert book.share("a") == 1.0
+    assert len(serve(book, 40, honest)) == 40
+    assert not book.held("a").quarantined
+    serve(book, 3000, honest)
+    assert book.share("a") < 0.5  # forgotten after enough that agree
+    assert (book.held("a").differed, book.held("a").quarantined) == (1, False)
+
+
+def test_five_wrong_ones_in_a_row_convict_nobody_and_the_sixth_does() -> None:
+    book = audits()
+    changes = [book.found_wrong("a") for _ in range(6)]
+    assert changes == [(Change.SUSPECTED,), (), (), (), (), (Q,)]
+    assert book.found_wrong("a") == ()
+
+
+def test_who_always_cheats_is_suspected_within_90_answers_and_out_within_100() -> None:
+    """With 99 % probability, after any honest past."""
+    late, never = 0, 0
+    trials = 2000
+    for seed in range(trials):
+        book = audits(seed)
+        book.adopt({"a": PeerAudits(agreed=5000, in_a_row=5000)})
+        suspected_at = out_at = 0
+        for number in range(1, 101):
+            audit = book.answered("a", 4)
+            if audit is not None and (changes := book.found(audit, WRONG)):
+                suspected_at = suspected_at or number
+                out_at = number if Q in changes else 0
+                if out_at:
+                    break
+        late += not 0 < suspected_at <= 90
+        never += not out_at
+    expected = trials * (1 - SHARE_MIN) ** 90
+    assert late < expected + 4 * expected**0.5
+    assert never < expected + 4 * expected**0.5
+    assert (1 - SHARE_MIN) ** 90 < 0.01
+
+
+def test_nobody_honest_is_ever_quarantined() -> None:
+    """As many wrong audits as the test allows for; the bound is n * ERROR."""
+    for seed in range(10):
+        random_ = random.Random(seed)
+        book = audits(seed)
+        for _ in range(4000):
+            changes = book.found(Chosen("a", 1, 4, 0), Found(4, wrong=random_.random() < 0.001))
+            assert Q not in changes
+    assert 50 * 3600 * ERROR < 2e-4
+
+
+def test_who_cheats_now_and_then_is_caught_too() -> None:
+    audited = []
+    for seed in range(50):
+        random_, book = random.Random(seed), audits(seed)
+        for number in range(1, 5000):
+            if Q in book.found(Chosen("a", 1, 4, 0), Found(4, wrong=random_.random() < 0.05)):
+                audited.append(number)
+                break
+    assert len(audited) == 50
+    assert sum(audited) / 50 < 300
+
+
+# -- fitness -----------------------------------------------------------------------------------------------------------
+
+
+def test_coarse_rows_make_a_peer_unfit_and_right_ones_fit_again_each_time_later() -> None:
+    book = audits()
+    waits = []
+    for _ in range(3):
+        changes = [book.found(Chosen("a", 1, 4, 0), COARSE) for _ in range(6)]
+        assert (U,) in changes
+        assert book.held("a").unfit
+        book.found(Chosen("a", 1, 4, 0), COARSE)
+        count = 1
+        while Change.FIT not in book.found(Chosen("a", 1, 4, 0), Found(4)):
+            count += 1
+        waits.append(count)
+        assert not book.held("a").unfit
+    assert waits[1] > 1.5 * waits[0]
+    assert waits[2] > 1.5 * waits[1]
+    assert not book.held("a").quarantined
+
+
+def test_where_f32_was_not_asked_for_coarse_rows_say_nothing() -> None:
+    book = audits()
+    for _ in range(50):
+        assert book.found(Chosen("a", 1, 4, 0), Found(4, coarse=4, ratios=(1.0,) * 4, ask_f32=False)) == ()
+
+
+def test_a_row_in_five_by_a_tie_is_no_reason() -> None:
+    random_, book = random.Random(1), audits()
+    for _ in range(20_000):
+        coarse = sum(random_.random() < 0.11 for _ in range(4))
+        assert U not in book.found(Chosen("a", 1, 4, 0), Found(4, coarse=coarse, ratios=(0.5,) * coarse))
+
+
+def test_coarse_rows_that_are_too_far_off_for_any_arithmetic_are_another_function() -> None:
+    book = audits()
+    far = Found(8, coarse=8, ratios=(6.0,) * 8, ask_f32=False)
+    changes = [book.found(Chosen("a", 1, 8, 0), far) for _ in range(BLOCK_ROWS // 8)]
+    assert changes == [(), (), (), (Q,)]
+    plain = random.Random(2)
+    for _ in range(2000):  # a running sum in half precision
+        ratios = tuple(max(0.5, plain.gauss(3.6, 0.7)) for _ in range(8))
+        assert Q not in book.found(Chosen("b", 1, 8, 0), Found(8, coarse=8, ratios=ratios))
+
+
+def test_rows_that_do_not_tell_make_nobody_fit() -> None:
+    book = audits()
+    book.mark_unfit("a")
+    for _ in range(50):
+        assert book.found(Chosen("a", 1, 4, 0), Found(4, telling=False)) == ()
+    assert book.held("a").unfit
+
+
+def test_other_bits_within_tolerance_split_a_class_once() -> None:
+    book = audits()
+    found = [RIGHT, RIGHT, Found(4), RIGHT, Found(4)]
+    changes = [book.found(Chosen("a", 1, 4, 0), each) for each in found]
+    assert changes == [(), (), (Change.SPLIT,), (), ()]
+    assert book.held("a").agreed == 5
+
+
+# -- from leader to leader ---------------------------------------------------------------------------------------------
+
+
+def test_a_successor_goes_on_from_what_was_left() -> None:
+    one, two = audits(1), audits(2)
+    serve(one, 5000, honest)
+    one.found_wrong("b")
+    one.mark_unfit("c")
+    two.adopt(one.records())
+    assert two.share("a") == SHARE_MIN
+    assert two.share("b") == 1.0
+    assert two.held("c").unfit
+    assert two.share("new") == 1.0
+    assert dict(two.records()) == dict(one.records())
+
+
+def test_a_released_peer_is_as_new() -> None:
+    book = audits()
+    serve(book, 3000, honest)
+    for _ in range(6):
+        book.found_wrong("a")
+    assert book.held("a").quarantined
+    assert book.release("a", 1)
+    assert not book.release("a", 1)
+    assert not book.held("a").quarantined
+    assert len(serve(book, AGREED_FIRST, honest)) == AGREED_FIRST
+    assert book.held("a").released == 1
+
+
+def test_trust_goes_back_to_the_last_good_audit_before_any_suspicion() -> None:
+    book = audits()
+    serve(book, 8, honest)
+    assert (book.trusted("a"), book.number("a")) == (8, 8)
+    serve(book, 1, lambda _: WRONG)
+    serve(book, 5, honest)  # by chance, or to look better
+    assert (book.trusted("a"), book.number("a")) == (8, 14)
