@@ -43,12 +43,13 @@ END_S: Final = 1.0  # from closing the socket until the process is killed
 class Launch:
     """How a kernel process is started.
 
-    name: of the backend. command: all but the arguments that variant_child.py takes last, its file and threads. file:
-    the library, or None for the installed ggml.
+    name: of the backend. meaning: of its kernels, for people. command: all but the arguments that variant_child takes
+    last, its file and threads. file: the library, or None for the installed ggml.
     start_s, call_s: deadlines of starting and of one call; an emulated processor needs more.
     """
 
     name: str
+    meaning: str
     command: tuple[str, ...]
     file: Path | None
     is_cpu: bool

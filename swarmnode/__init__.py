@@ -30,6 +30,7 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
                                                         log_file)
     local_experts, local_swarm, undivided, demo, bench  whole swarms on one machine, and llama.cpp beside them
     top                                                 what two statuses say of the time between them
+    kernels                                             kernels of other builds, other processors and Vulkan
     equivalence                                         how closely two backends or peers agree
     comparing                                           what peers compute for one another, so that it can be told
     local_founding                                      the records of such a swarm

@@ -10,8 +10,10 @@ from typing import Protocol
 from backends.device import Device
 from backends.experts import ExpertBackend, GgmlExperts
 from backends.numpy_reference import NumpyExperts
+from backends.variant_process import KernelProcess
 from capabilities.errors import UsageError
 from swarmnode.config import ComputeConfig
+from swarmnode.kernels.store import launch_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,15 @@ def choose_compute(config: ComputeConfig, threads: int) -> Compute:
     """The configured backend. `factory` names a class that is called with `threads=` and gives an ExpertBackend.
 
     Raises:
-        UsageError: no such device, or the factory cannot be loaded.
+        UsageError: no such device or kernels, or the factory cannot be loaded.
     """
     if config.factory:
         made = load_factory(config.factory)
         return Compute(lambda: made(threads=threads), config.factory, "factory", False)
+    if config.kernel:
+        launch = launch_of(config.kernel)
+        process = KernelProcess(launch, threads=threads)
+        return Compute(process.experts, launch.name, launch.meaning, launch.is_cpu)
     if config.backend == "numpy":
         return Compute(lambda: NumpyExperts("float32"), "numpy-f32", "NumPy", False)
     device = Device(config.device, threads=threads)

@@ -210,6 +210,10 @@ class ComputeConfig(_Section):
     """ggml's name of the device to compute on, for example CPU, CUDA0 or Vulkan0. Empty: the first GPU that the
     installed llama-cpp-python was built for, else the CPU."""
 
+    kernel: Annotated[str, Field(max_length=32, pattern=r"^[a-z0-9._]*$")] = ""
+    """Kernels of another build, by their name in `swarmctl kernels list`, for example haswell or vulkan. They compute
+    experts in a process of their own. Empty: those of the installed llama-cpp-python."""
+
     factory: Annotated[str, AfterValidator(_check_factory)] = ""
     """module:Class of another expert backend, used in place of the above: for backends that live outside this project,
     and for tests. What is named here runs with all rights of the daemon."""

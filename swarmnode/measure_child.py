@@ -66,7 +66,7 @@ def measure(ordered: dict[str, Any], report: Report) -> BackendMeasurement:
         report(what, done, total)
 
     with _turn(folder):
-        if config.factory or config.backend != "ggml":
+        if config.factory or config.kernel or config.backend != "ggml":
             compute = choose_compute(config, threads)
             backend = compute.make()
             try:

@@ -10,7 +10,7 @@ COMMAND = (sys.executable, "-m", "backends.variant_child")
 
 
 def installed_kernels(*, call_s: float = 60.0) -> Launch:
-    return Launch("ggml-cpu", COMMAND, None, is_cpu=True, call_s=call_s)
+    return Launch("ggml-cpu", "the installed ones", COMMAND, None, is_cpu=True, call_s=call_s)
 
 
 def script(text: str, *, start_s: float = 20.0, call_s: float = 20.0) -> Launch:
@@ -22,4 +22,4 @@ def script(text: str, *, start_s: float = 20.0, call_s: float = 20.0) -> Launch:
         "frames = Frames(end)\n"
         "hello = lambda: frames.send({'protocol': 1, 'ggml': '0.25.3', 'device': 'none', 'backend': 'none'})\n"
     )
-    return Launch("broken", (sys.executable, "-c", prelude + text), None, True, {}, start_s, call_s)
+    return Launch("broken", "none", (sys.executable, "-c", prelude + text), None, True, {}, start_s, call_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -51,6 +52,20 @@ def expert_set(
     backend.layers[LAYER.layer] = (LAYER, held)
     layers = {LAYER.layer: HeldLayer.of(LAYER, held)}
     return ExpertSet(term, epoch, "manifest", {LAYER.layer: held}, backend, layers, nbytes, loaded)
+
+
+class FarBackend(FakeBackend):
+    """Its computations wait for another process."""
+
+    waits_for_process = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[int] = set()
+
+    def compute(self, *arguments: Any, **asked: Any) -> F32:
+        self.threads.add(threading.get_ident())
+        return super().compute(*arguments, **asked)
 
 
 def backend_of(held: ExpertSet) -> FakeBackend:
@@ -378,3 +393,14 @@ async def test_room_is_made_before_another_set_is_loaded(budget: int, current_st
     await epochs.drop()
     assert (epochs.current, epochs.prepared) == (None, None)
     assert backend_of(current).closed
+
+
+async def test_a_backend_in_another_process_never_holds_up_the_event_loop() -> None:
+    async with lab() as it:
+        assert it.epochs.current is not None
+        far = it.epochs.current.backend = FarBackend()
+        far.layers[LAYER.layer] = (LAYER, HELD)
+        it.service.statistics.rows_per_s = 1e9  # by which every dispatch would be short
+        await it.check()
+        assert far.threads
+        assert threading.get_ident() not in far.threads

@@ -8,6 +8,7 @@ logs       swarmctl logs
 requests   swarmctl requests, verify, forget; render_requests shows what they found
 completion  swarmctl completion
 equivalence  swarmctl equivalence; render_equivalence shows what it found
+kernels    swarmctl kernels build, list
 mesh       swarmctl placement, drain, undrain
 peer       swarmctl peer, peer release; render_peer shows what is known of one
 swarm      swarmctl init, join, leave, invite, ban, backbone; owner adds `swarmctl owner ...`

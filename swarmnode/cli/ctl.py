@@ -1,4 +1,5 @@
-"""`swarmctl`: asks the daemon of this machine; a few commands need none (demo, bench, model check, equivalence)."""
+"""`swarmctl`: asks the daemon of this machine; a few commands need none (demo, bench, model check, equivalence,
+kernels)."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from swarmnode.cli.chat import chat
 from swarmnode.cli.common import Settings, common_options, pass_settings
 from swarmnode.cli.completion import completion
 from swarmnode.cli.equivalence import equivalence
+from swarmnode.cli.kernels import kernels
 from swarmnode.cli.logs import logs
 from swarmnode.cli.mesh import COMMANDS as MESH
 from swarmnode.cli.models import model
@@ -47,6 +49,7 @@ def swarmctl() -> None:
 
 for command in (status, top, ask, chat, *REQUESTS, logs, *BELONGING, *MESH, *PEER, model, equivalence, completion):
     swarmctl.add_command(command)
+swarmctl.add_command(kernels)
 
 
 @swarmctl.command()

@@ -56,9 +56,10 @@ def equivalence(
     """Compare two backends on the same work, level by level. Without peers it needs no daemon.
 
     A and B are each one of: peer:NAME (a peer of the swarm, by its name, its id or the end of it); ggml-cpu (or another
-    device of this machine's ggml); reference (NumPy, float64 on dequantised weights); reference:q8 (the same with
-    activations rounded as ggml's CPU kernels round them); reference:f32 and reference:f16 (other widths of
-    accumulation); or an expert backend of your own as module:Class.
+    device of this machine's ggml); kernels of another build (ggml-cpu:haswell, ggml-vulkan and the others of `swarmctl
+    kernels list`; ggml-vulkan:f32 asks for sums in single precision); reference (NumPy, float64 on dequantised
+    weights); reference:q8 (the same with activations rounded as ggml's CPU kernels round them); reference:f32 and
+    reference:f16 (other widths of accumulation); or an expert backend of your own as module:Class.
 
     A peer computes operators with its own kernels, and the experts that it holds; the others are computed here. Levels
     that need a model take the file that the swarm serves, unless --model names one.

@@ -14,11 +14,13 @@ from backends.experts import F32, ExpertBackend, GgmlExperts
 from backends.measure import measure_precision
 from backends.numpy_reference import Accumulate, NumpyExperts
 from backends.row_operators import GgmlRows, NumpyRows, RowOperators
+from backends.variant_process import KernelProcess
 from capabilities.errors import UsageError
 from capabilities.precision import Verdict
 from swarmnode.compute import load_factory
 from swarmnode.equivalence.peers import PREFIX, PeerRow, RemotePeer, Swarm, no_swarm
 from swarmnode.equivalence.recipes import Recipe, Sizes, compute, type_of
+from swarmnode.kernels.store import kernels_called, launch_of
 
 ROUNDING: Final = "activation rounding"
 ACCUMULATION: Final = "accumulation"
@@ -102,7 +104,7 @@ def find_target(name: str, swarm: Callable[[], Swarm] = no_swarm, sizes: Sizes =
     """A target by its name. `swarm`: who is asked for peers, and `sizes` what of.
 
     Raises:
-        UsageError: there is no such target here, or the factory cannot be loaded.
+        UsageError: there is no such target here, kernels are not built, or the factory cannot be loaded.
         NoDaemon: a peer, and no daemon runs.
     """
     if known := _REFERENCES.get(name):
@@ -114,12 +116,16 @@ def find_target(name: str, swarm: Callable[[], Swarm] = no_swarm, sizes: Sizes =
     if name in devices:
         device = Device(devices[name], threads=_THREADS)
         return Target(name, lambda: GgmlExperts(device), GgmlRows(device))
+    if kernels := kernels_called(name):
+        process = KernelProcess(launch_of(kernels.variant), threads=_THREADS)
+        return Target(name, lambda: process.experts(ask_f32=kernels.ask_f32), process)
     if _FACTORY.fullmatch(name) and name.partition(":")[0] not in _RESERVED:
         make = load_factory(name)
         return Target(name, lambda: make(threads=_THREADS))
     raise UsageError(
         f"there is no {name} to compare with",
-        hint=f"Choose from: {', '.join([*devices, *_REFERENCES])}, or a class of your own as module:Class.",
+        hint=f"Choose from: {', '.join([*devices, *_REFERENCES])}; kernels of `swarmctl kernels list`; or a class"
+        " of your own as module:Class.",
     )
 
 

@@ -151,6 +151,9 @@ class ExpertsService:
         return partial(self._send, stream, answer)
 
     def _is_short(self, head: DispatchHead) -> bool:
+        held = self.epochs.find(head.term, head.epoch)
+        if held is not None and getattr(held.backend, "waits_for_process", False):
+            return False  # a call to another process takes as long as that likes
         rate = self.statistics.rows_per_s
         return rate > 0 and head.n_rows / rate < INLINE_SECONDS_MAX
 

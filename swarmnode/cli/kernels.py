@@ -1,0 +1,66 @@
+"""`swarmctl kernels`: kernels of other builds, to compare with and to compute with."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+import click
+
+from swarmnode.cli import common
+from swarmnode.cli.common import Settings, common_options, pass_settings
+
+
+@click.group()
+@common_options
+def kernels() -> None:
+    """Kernels beside the installed ones: of other processors, of ARM64 under an emulator, of Vulkan."""
+
+
+@kernels.command()
+@click.option("--arm64", is_flag=True, help="Also ARM64's, with a Python that runs under qemu.")
+@click.option("--vulkan", is_flag=True, help="Also Vulkan's shaders.")
+@common_options
+@pass_settings
+def build(settings: Settings, arm64: bool, vulkan: bool) -> None:
+    """Build this processor's kernels, from no SIMD to AVX-512, once. Minutes; needs a C++ compiler.
+
+    They go into the user's cache, by version and flags. Nothing that is installed is touched. What is there already is
+    not built again, and an interrupted build goes on where it stopped.
+    """
+    from backends.variants import Group
+    from swarmnode.bootstrap import Console
+    from swarmnode.kernels.build import Builder
+    from swarmnode.kernels.store import kernels_folder, listing
+
+    groups: list[Group] = ["x86-64"]
+    if arm64:
+        groups.append("arm64")
+    if vulkan:
+        groups.append("vulkan")
+    folder = kernels_folder()
+    with contextlib.redirect_stdout(sys.stderr):  # progress is no result
+        built = Builder(folder, Console(folder / "logs"), os.environ).build(groups)
+    result = {"built": list(built), "folder": str(folder), "kernels": listing()}
+    if settings.json:
+        common.print_json(result)
+    else:
+        click.echo(f"built: {', '.join(built)}" if built else "all of it is there")
+
+
+@kernels.command("list")
+@common_options
+@pass_settings
+def list_kernels(settings: Settings) -> None:
+    """List the kernels that there can be, which are built, and which this processor can run."""
+    from swarmnode.kernels.store import kernels_folder, listing
+
+    found = listing()
+    if settings.json:
+        common.print_json({"folder": str(kernels_folder()), "kernels": found})
+        return
+    for row in found:
+        state = f"cannot run here: {', '.join(row['missing'])}" if row["missing"] else ""
+        state = state or ("built" if row["built"] else "not built")
+        click.echo(f"{row['target']:24} {row['meaning']}; {state}")

@@ -1,0 +1,105 @@
+"""An ARM64 Python with swarmnode's packages, run under an emulator of the processor alone.
+
+The root comes from Debian's packages, fetched by an apt that knows only a state, a cache and an architecture of its
+own, so the system's packages are neither used nor changed. Python's packages are ARM64's wheels of the versions in
+requirements.txt; the few that have none are pure Python, and are built here. llama_cpp is its Python part from the
+source, with libraries that were compiled for ARM64 beside it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from capabilities.errors import KernelFailed, UsageError
+from swarmnode.bootstrap import Runner
+
+FETCH_TIMEOUT_S: Final = 30 * 60  # 80 MB over a slow line
+_ASK_TIMEOUT_S: Final = 60
+_WANTED: Final = ("python3", "libstdc++6", "libgomp1")
+# What Python depends on for other programs' sake.
+_NOT_WANTED: Final = ("perl", "libperl", "dpkg", "tar", "mailcap", "mime-support", "install-info", "libgdbm", "libpcre")
+_PURE: Final = ("python-baseconv",)  # have no wheel
+_GLIBC_OLDEST, _GLIBC_NEWEST = 17, 36  # of manylinux's names; Debian 12 has 2.36
+_APT_CONFIG: Final = """\
+APT::Architecture "arm64";
+APT::Architectures {{"arm64";}};
+APT::Sandbox::User "root";
+Dir::State "{folder}/state";
+Dir::State::status "{folder}/state/status";
+Dir::Cache "{folder}/cache";
+"""
+
+
+def make_python(runner: Runner, environ: Mapping[str, str], work: Path, to: Path, llama_cpp: Path) -> None:
+    """Make `to`/root and `to`/site; `work` keeps what was fetched, `llama_cpp` is the package's source.
+
+    Raises:
+        UsageError: the system's packages have no Python that is new enough.
+        SetupError: a step failed.
+    """
+    _make_root(runner, environ, work, to / "root")
+    python = next(iter((to / "root" / "usr" / "bin").glob("python3.*[0-9]")), None)
+    minor = int(python.name.partition(".")[2]) if python else 0
+    if minor < 11:
+        raise UsageError(f"this system's packages have Python 3.{minor} for ARM64, and 3.11 is needed")
+    _make_site(runner, environ, work, to / "site", minor)
+    package = to / "site" / "llama_cpp"
+    shutil.copytree(llama_cpp, package, ignore=shutil.ignore_patterns("lib", "__pycache__"))
+    if minor == sys.version_info[1]:  # the emulator would take minutes for it
+        compile_all: list[str | Path] = [sys.executable, "-m", "compileall", "-q", to / "site"]
+        subprocess.run(compile_all, timeout=FETCH_TIMEOUT_S, check=False, stdout=subprocess.DEVNULL)
+
+
+def _make_root(runner: Runner, environ: Mapping[str, str], work: Path, root: Path) -> None:
+    apt, debs = work / "apt", work / "debs"
+    for folder in (apt / "state/lists/partial", apt / "cache/archives/partial", debs, root):
+        folder.mkdir(parents=True, exist_ok=True)
+    (apt / "state" / "status").touch()
+    config = apt / "apt.conf"
+    config.write_text(_APT_CONFIG.format(folder=apt))
+    own = {**environ, "APT_CONFIG": str(config)}
+    runner.run("Reading the list of ARM64 packages", ["apt-get", "update"], own, FETCH_TIMEOUT_S)
+    fetch: list[str | Path] = ["env", "-C", debs, "apt-get", "download", *_closure(own)]
+    runner.run("Fetching an ARM64 Python", fetch, own, FETCH_TIMEOUT_S)
+    for deb in sorted(debs.glob("*.deb")):
+        subprocess.run(["dpkg", "-x", str(deb), str(root)], check=True, timeout=_ASK_TIMEOUT_S, capture_output=True)
+
+
+def _closure(environ: Mapping[str, str]) -> list[str]:
+    """The packages that Python and C++ programs need, with all that those depend on."""
+    no = [f"--no-{kind}" for kind in ("recommends", "suggests", "conflicts", "breaks", "replaces", "enhances")]
+    done = subprocess.run(
+        ["apt-cache", "depends", "--recurse", *no, *_WANTED],
+        env=dict(environ), capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=False,
+    )  # fmt: skip
+    names = {line for line in done.stdout.splitlines() if re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", line)}
+    if not names:
+        raise KernelFailed(f"apt knows no ARM64 packages here: {done.stderr.strip()[-200:]}")
+    return sorted(name for name in names if not name.startswith(_NOT_WANTED))
+
+
+def _make_site(runner: Runner, environ: Mapping[str, str], work: Path, site: Path, minor: int) -> None:
+    listed = Path(__file__).parents[2] / "requirements.txt"
+    if not listed.is_file():
+        raise UsageError("ARM64's packages are listed in requirements.txt of a checkout, and this is none")
+    lines = [line for line in listed.read_text().splitlines() if line and not line.startswith(("#", "llama-cpp"))]
+    pure = [line for line in lines if line.partition("==")[0] in _PURE]
+    wanted, wheels = work / "requirements.txt", work / "wheels"
+    wanted.write_text("\n".join(lines) + "\n")
+    pip = [sys.executable, "-m", "pip"]
+    build: list[str | Path] = [*pip, "wheel", "--no-deps", "--wheel-dir", wheels, *pure]
+    runner.run("Building packages that have no wheels", build, environ, FETCH_TIMEOUT_S)
+    glibc = [f"manylinux_2_{n}_aarch64" for n in range(_GLIBC_OLDEST, _GLIBC_NEWEST + 1)]
+    tags = [f"--platform={tag}" for tag in ("manylinux2014_aarch64", *glibc, "any")]
+    abis = [f"--abi={abi}" for abi in (f"cp3{minor}", "abi3", "none")]
+    install: list[str | Path] = [
+        *pip, "install", "--target", site, "--find-links", wheels, "--no-compile", "--no-deps", "--only-binary=:all:",
+        f"--python-version=3.{minor}", "--implementation=cp", *abis, *tags, "-r", wanted,
+    ]  # fmt: skip
+    runner.run("Installing ARM64's Python packages", install, environ, FETCH_TIMEOUT_S)
