@@ -35,6 +35,8 @@ class FindingKind(StrEnum):
     """This node itself, by the owner's word."""
     NO_VOTE = "no_vote"
     """A backbone peer that can neither vote nor lead."""
+    HTTP_ADDRESS = "http_address"
+    """This node's HTTP interface cannot listen."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
     handlers, status  what swarmctl may ask of a daemon (control, control_client: the socket in between;
                       status_service: between nodes, mesh: what adverts add;
                       explaining: one peer)
+    api               the same over HTTP, for OpenAI's clients, pages and monitors
     models            the models that this node knows; model_check judges one before it is added
     model_keeper      fetches the one that the swarm serves; model_choice says which one a leader serves
 
@@ -27,7 +28,7 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
     measuring, measure_child, measured                  what it really does: asked of its kernels, in a child process
     self_description                                    what this node's advert says
     config, paths, logs, identity, durable, threads     what a daemon has on its machine (printable, version, machine,
-                                                        log_file)
+                                                        log_file, http_address)
     local_experts, local_swarm, undivided, demo, bench  whole swarms on one machine, and llama.cpp beside them
     top                                                 what two statuses say of the time between them
     kernels                                             kernels of other builds, other processors and Vulkan

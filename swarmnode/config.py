@@ -8,6 +8,7 @@ known is an error that names the nearest one: a misspelt knob that silently does
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import json
 import re
 import textwrap
@@ -19,6 +20,7 @@ from multiaddr import Multiaddr
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from capabilities.errors import UsageError
+from swarmnode.http_address import check_host, check_key, check_listen, check_origin, http_address
 
 CONFIG_BYTES_MAX = 1 << 20
 COMMENT_COLUMNS = 110
@@ -62,6 +64,9 @@ Combine = Literal["router-order", "partial-sum"]
 """How a layer's expert rows become a token's: see LeaderConfig.combine."""
 
 ListenAddress = Annotated[str, AfterValidator(_check_listen)]
+ApiKey = Annotated[str, AfterValidator(check_key)]
+Origin = Annotated[str, AfterValidator(check_origin)]
+HostName = Annotated[str, AfterValidator(check_host)]
 
 
 class _Section(BaseModel):
@@ -227,6 +232,51 @@ class RequestsConfig(_Section):
     `swarmctl forget` removes them."""
 
 
+class ApiConfig(_Section):
+    """The HTTP interface: an API for OpenAI's clients, and what pages and monitors read (docs/api.md)."""
+
+    listen: Annotated[str, AfterValidator(check_listen)] = "127.0.0.1:11435"
+    """Address and port. Port 0 takes any free one, for several daemons on one machine; `swarmctl status --json` says
+    which. A port that is taken does not stop the daemon: it says so in `swarmctl status` and tries again. An address
+    that other machines reach needs keys, and a reverse proxy that adds TLS: keys and text travel in the clear here.
+    "off": no HTTP."""
+
+    keys: Annotated[tuple[ApiKey, ...], Field(strict=False, max_length=64)] = ()
+    """API keys, 16 characters or more: `openssl rand -hex 24` makes one. Where there are any, every request needs one
+    (`Authorization: Bearer KEY`). None: whoever reaches the address may ask, so it must be this machine's own."""
+
+    origins: Annotated[tuple[Origin, ...], Field(strict=False, max_length=64)] = ()
+    """Origins of web pages that may ask from a browser, for example "https://chat.example.org". The daemon's own page
+    always may. Every page of such an origin then asks with your machine's rights."""
+
+    hosts: Annotated[tuple[HostName, ...], Field(strict=False, max_length=64)] = ()
+    """Further names that requests to a loopback address may call it by, for example behind a reverse proxy. Others are
+    refused: a page on the internet can point its own name at this machine."""
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port; None: off."""
+        return http_address(self.listen)
+
+    @property
+    def host(self) -> str:
+        return "" if self.address is None else self.address[0]
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only programs of this machine reach the address."""
+        return self.host == "localhost" or (bool(self.host) and ipaddress.ip_address(self.host).is_loopback)
+
+    @model_validator(mode="after")
+    def _keys_where_others_reach(self) -> Self:
+        if self.address is not None and not self.is_loopback and not self.keys:
+            raise ValueError(
+                'listen is an address that other machines reach, so it needs a key: set keys = ["KEY"] with what'
+                " `openssl rand -hex 24` prints, or listen on 127.0.0.1"
+            )
+        return self
+
+
 class LogConfig(_Section):
     """Logs go to standard error, and into the data folder. They never hold prompts, answers or tokens."""
 
@@ -249,6 +299,7 @@ class Config(_Section):
     leader: LeaderConfig = LeaderConfig()
     compute: ComputeConfig = ComputeConfig()
     requests: RequestsConfig = RequestsConfig()
+    api: ApiConfig = ApiConfig()
     log: LogConfig = LogConfig()
 
 
@@ -291,6 +342,7 @@ _PLAIN_WORDS = {
     "less than or equal to": "at most",
     "greater than": "above",
 }
+_SECRETS = ("keys",)
 _HINT = "`swarmnode config --default` prints every key with its meaning."
 
 
@@ -309,6 +361,8 @@ def _fault(error: Any) -> str:
         return f"[{section}] must be a table of keys"
     if not rest:
         return f"[{section}] {reason}"
+    if rest[0] in _SECRETS:
+        return f"[{section}] {rest[0]} {reason}"
     return f"[{section}] {rest[0]} {reason}, not {repr(error['input'])[:_INPUT_CHARS_MAX]}"
 
 

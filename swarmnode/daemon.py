@@ -1,6 +1,7 @@
 """The daemon. This file is the whole nursery tree: read it to know what runs.
 
 control socket, for swarmctl
+HTTP, for everybody else                                            api/service.py
 the node
   a member of a swarm, or of none yet                               node.py, participant.py
   or the leader that the configuration names, or one of its workers  named_swarm.py
@@ -15,6 +16,7 @@ import structlog
 import trio
 
 from backends.ggml import allow_wide_kernels
+from swarmnode.api.service import Http
 from swarmnode.comparing.commands import CompareCommands
 from swarmnode.config import Config
 from swarmnode.control import serve_control
@@ -48,7 +50,9 @@ async def _main(config: Config, paths: Paths, identity: Identity, threads: int) 
     async with trio.open_nursery() as nursery:
         node = await Node.open(config, paths, identity, threads)
         nursery.start_soon(_stop_on_signal, nursery.cancel_scope, node.goodbye)
-        handlers = {**Handlers(node).table(), **node.commands.table(), **CompareCommands(node).table()}
+        http = Http(config.api, node)
+        await nursery.start(http.run)
+        handlers = {**Handlers(node, http).table(), **node.commands.table(), **CompareCommands(node).table()}
         await nursery.start(serve_control, paths.socket_to_bind(), handlers)
         _log.info("daemon.started", peer_id=identity.peer_id, threads=threads)
         await node.run()
@@ -62,7 +66,9 @@ async def _run_named(config: Config, paths: Paths, identity: Identity, threads: 
             node = NamedLeaderNode(network, config, paths, threads)
         else:
             node = await NamedWorkerNode.open(network, config, paths, threads)
-        await nursery.start(serve_control, paths.socket_to_bind(), Handlers(node).table())
+        http = Http(config.api, node)
+        await nursery.start(http.run)
+        await nursery.start(serve_control, paths.socket_to_bind(), Handlers(node, http).table())
         _log.info("daemon.started", peer_id=network.peer_id, addresses=network.addresses, threads=threads)
         await node.run()
 

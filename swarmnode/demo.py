@@ -59,7 +59,10 @@ def run_demo(
         _refuse_second(cache)
     model = ensure_demo_model(cache, progress)
     root = Path(tempfile.mkdtemp(prefix="swarmnode-demo-"))
-    swarm = LocalSwarm(root, WORKERS, backbone=BACKBONE, leader={"leader": {"context_tokens": CONTEXT_TOKENS}})
+    leader = {"leader": {"context_tokens": CONTEXT_TOKENS}}
+    swarm = LocalSwarm(
+        root, WORKERS, backbone=BACKBONE, leader=leader, each={"api": {"listen": "127.0.0.1:0"}} if keep else None
+    )
     try:
         with _ending_on_sigterm(), swarm:
             progress("starting four daemons", 1, 1)
@@ -127,7 +130,7 @@ def _peers(swarm: LocalSwarm) -> list[dict[str, Any]]:
             "name": node.name,
             "peer_id": rows[node.name]["peer_id"],
             "data_dir": str(node.folder),
-            "http": None,  # no HTTP interface in this version
+            "http": node.status()["http"]["url"],
             "pid": node.pid,
         }
         for node in swarm.nodes

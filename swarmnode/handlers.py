@@ -70,11 +70,20 @@ class Services(Protocol):
         """A model was added or removed."""
 
 
+class HttpState(Protocol):
+    """What `status` says of the daemon's HTTP interface."""
+
+    def status(self) -> Mapping[str, Any]: ...
+
+    def findings(self, me: str) -> list[dict[str, Any]]: ...
+
+
 class Handlers:
     """The table of methods for one daemon."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, http: HttpState) -> None:
         self._services = services
+        self._http = http
         self._models = services.models
 
     def table(self) -> Mapping[str, Callable[[Params, ControlReply], Awaitable[Mapping[str, Any]]]]:
@@ -97,7 +106,9 @@ class Handlers:
         }
 
     async def status(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
-        return await self._services.status()
+        status = await self._services.status()
+        findings = [*self._http.findings(status["self"]), *status["findings"]]
+        return {**status, "http": self._http.status(), "findings": findings}
 
     async def placement(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
         without = params.get("without")

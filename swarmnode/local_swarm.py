@@ -187,7 +187,11 @@ class LocalSwarm:
         each: Settings | None = None,
         own_cores: bool = False,
     ) -> None:
-        base: dict[str, dict[str, Any]] = {"node": {"listen": ["/ip4/127.0.0.1/tcp/0"]}, "log": {"format": "json"}}
+        base: dict[str, dict[str, Any]] = {
+            "node": {"listen": ["/ip4/127.0.0.1/tcp/0"]},
+            "api": {"listen": "off"},
+            "log": {"format": "json"},
+        }
         merged = _merge(base, each or {})
         leads = _merge({"swarm": {"workers_expected": workers}}, leader or {})
         if backbone:

@@ -12,7 +12,7 @@ from typing import Any
 
 from capabilities.errors import SwarmError
 from swarmnode.handlers import parse_ask
-from swarmnode.local_swarm import LocalNode, LocalSwarm
+from swarmnode.local_swarm import LocalNode, LocalSwarm, Settings
 from swarmnode.undivided import Undivided, UndividedAnswer
 from tests.tiny_architectures import write_tiny_model
 
@@ -61,15 +61,21 @@ class Served:
 
 @contextmanager
 def serving(
-    root: Path, kind: str = "olmoe", *, quantisation: str = "f32", workers: int = WORKERS, **leader: Any
+    root: Path,
+    kind: str = "olmoe",
+    *,
+    quantisation: str = "f32",
+    workers: int = WORKERS,
+    each: Settings | None = None,
+    **leader: Any,
 ) -> Iterator[Served]:
-    """A ready swarm with a tiny model. `leader` are keys of its configuration's section."""
+    """A ready swarm with a tiny model. `leader` are keys of its configuration's section; `each`: of every node's."""
     model = write_tiny_model(root / f"{kind}.gguf", kind, quantisation=quantisation)
     settings = {
         "leader": {"context_tokens": CONTEXT_TOKENS, "batch_tokens": 64, "own_copy": False, "park_s": 0.0, **leader},
         "swarm": {"replicas": 1},
     }
-    with LocalSwarm(root / "swarm", workers, leader=settings) as swarm:
+    with LocalSwarm(root / "swarm", workers, leader=settings, each=each) as swarm:
         swarm.add_model(model)
         swarm.wait_ready(timeout_s=30)
         served = Served(swarm, model)

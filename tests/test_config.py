@@ -60,7 +60,7 @@ def test_budgets_follow_the_machine_unless_given() -> None:
     [
         ("[leader]\ncontex_tokens = 3", "[leader] contex_tokens is no known key; did you mean context_tokens?"),
         ("[leder]\nmodel = 'x'", "[leder] is no known section; did you mean leader?"),
-        ("a = 1", "[a] is no known section; known are node, swarm, leader, compute, requests, log"),
+        ("a = 1", "[a] is no known section; known are node, swarm, leader, compute, requests, api, log"),
         ("[leader]\nparallel = '8'", "[leader] parallel must be a whole number, not '8'"),
         ("[leader]\nparallel = true", "[leader] parallel must be a whole number, not True"),
         ("[leader]\nparallel = 0", "[leader] parallel must be at least 1, not 0"),
@@ -80,7 +80,24 @@ def test_budgets_follow_the_machine_unless_given() -> None:
         ),
         ("[node]\nname = 'a b'", "[node] name must be 1 to 63 letters, digits, dots, dashes or underscores, not 'a b'"),
         ("[compute]\nfactory = 'os.system'", "[compute] factory must be module:Class, not 'os.system'"),
-        (f"[swarm]\nleader = '{LEADER}'", "[swarm] leader is for workers: set role = \"worker\", or leave it empty"),
+        (f"[swarm]\nleader = '{LEADER}'", '[swarm] leader is for workers: set role = "worker", or leave it empty'),
+        (
+            "[api]\nlisten = '0.0.0.0:11435'",
+            '[api] listen is an address that other machines reach, so it needs a key: set keys = ["KEY"] with what'
+            " `openssl rand -hex 24` prints, or listen on 127.0.0.1",
+        ),
+        (
+            "[api]\nlisten = '::1'",
+            "[api] listen must be an address and a port such as 127.0.0.1:11435, or \"off\", not '::1'",
+        ),
+        (
+            "[api]\nkeys = ['secret']",
+            "[api] keys must have 16 to 256 characters, no spaces (`openssl rand -hex 24` makes one)",
+        ),
+        (
+            "[api]\norigins = ['*']",
+            "[api] origins must be an origin such as https://chat.example.org, without a path, not '*'",
+        ),
         ("[leader", "not valid TOML: Expected ']' at the end of a table declaration (at end of document)"),
     ],
 )

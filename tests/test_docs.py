@@ -97,7 +97,7 @@ def test_settings_exist(document: Document) -> None:
     keys = {f"{section}.{key}" for section, table in Config() for key in type(table).model_fields}
     keys |= set(first_codes(DOCUMENTS["status.md"].text))  # `swarm` is a section here and an object there
     for span in document.spans:
-        for name in re.findall(r"^((?:node|swarm|leader|compute|log)\.\w+)\b", span):
+        for name in re.findall(r"^((?:node|swarm|leader|compute|api|log)\.\w+)\b", span):
             assert name in keys, f"{document.path.name}: {span}"
     for block in document.blocks:
         if block.lstrip().startswith("["):
@@ -127,7 +127,7 @@ def test_every_module_is_on_its_packages_map() -> None:
 def command_lines(document: Document) -> Iterator[tuple[list[str], bool]]:
     """(words, whether the line is whole) of every command line of ours. In prose a command may be named by itself."""
     for block in document.blocks:
-        for line in block.splitlines():
+        for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line.rstrip(" &").removeprefix(".venv/bin/"), comments=True) if line.isascii() else []
             if words and words[0] in COMMANDS:
                 yield words, True

@@ -20,6 +20,7 @@ from backends.add_model import add_model
 from capabilities.errors import SwarmError
 from capabilities.verdict import Evidence, Verdict
 from scheduler.advert_findings import Finding, FindingKind
+from swarmnode.api.service import Http
 from swarmnode.cli import common
 from swarmnode.config import parse_config
 from swarmnode.control import ControlReply
@@ -73,7 +74,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 async def _collect_answers(folder: Path) -> Answers:
     """Every key of `status`, `ask`, `placement` and `model show`, over the life of a swarm of two."""
     add_model(tiny_file("olmoe"), folder / "models" / "tiny", "tiny", quiet)
-    config = parse_config("[swarm]\nsettle_s = 0.1\n[leader]\nparallel = 1\ncontext_tokens = 64")
+    config = parse_config('[api]\nlisten = "off"\n[swarm]\nsettle_s = 0.1\n[leader]\nparallel = 1\ncontext_tokens = 64')
     views = []
     with trio.fail_after(30):
         async with open_memory_hub() as hub, trio.open_nursery() as nursery:
@@ -98,8 +99,9 @@ async def _collect_answers(folder: Path) -> Answers:
             member.progress = Progress(1, 1, "loading", 1, 2, 1)
             member.hello = replace(member.hello, accumulates_f32=False)
             views.append(await node.status())
-            handlers = Handlers(node)
+            handlers = Handlers(node, Http(config.api, node))
             reply = cast(ControlReply, Unheard())
+            views.append(dict(await handlers.status({}, reply)))
             answer = await handlers.ask({"prompt": "hi", "raw": True, "max_tokens": 3}, reply)
             member.hello = replace(member.hello, name="cellar")
             leader.board.publish(str(member.peer), "fit", [Evidence("audit", "agreed")], 10, 0)

@@ -21,6 +21,7 @@ from tests.tiny_architectures import write_tiny_model
 SWARMCTL = [sys.executable, "-c", "from swarmnode.cli.ctl import main; main()"]
 SETTINGS = {
     "node": {"listen": ["/ip4/127.0.0.1/tcp/0"]},
+    "api": {"listen": "off"},
     "swarm": {"mdns": False, "settle_s": 0.3},
     "leader": {"context_tokens": 256, "parallel": 2},
     "log": {"format": "json"},

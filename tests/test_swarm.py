@@ -365,7 +365,7 @@ def stop(node: LocalNode) -> None:
 
 def test_a_worker_without_a_leader_says_so(tmp_path: Path) -> None:
     address = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWF4QfaMGcdmHwz1y5d7Lzop3U8HQVc4KG7Me5N1SR6Npg"
-    settings = {"node": {"listen": []}, "swarm": {"role": "worker", "leader": address}}
+    settings = {"node": {"listen": []}, "api": {"listen": "off"}, "swarm": {"role": "worker", "leader": address}}
     lonely = LocalNode("lonely", tmp_path / "lonely", settings)
     lonely.start()
     try:

@@ -83,6 +83,7 @@ class BedSwarm:
             "node": {"name": name, "listen": listen, "memory_mib": 512},
             "leader": {"context_tokens": CONTEXT_TOKENS, "batch_tokens": 64, "request_deadline_s": 60.0},
             "compute": {"threads": 1},
+            "api": {"listen": "off"},
             "log": {"format": "json"},
         }
         node = BedNode(name, root / name, settings, enter=self.bed.enter(host))

@@ -1,0 +1,93 @@
+"""From a request's body to what the swarm is asked: one Ask for each answer."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from scheduler.sampling import SamplingParams
+from swarmnode.api import limits
+from swarmnode.api.errors import Refusal
+from swarmnode.api.schema import ChatBody, CompletionBody, MessageBody, SamplingBody
+from swarmnode.api.served import ServedModel
+from swarmnode.prompt_messages import Ask, Message, new_request_id, new_seed
+
+COMPLETION_TOKENS: Final = 16
+"""OpenAI's default for /v1/completions; chats have none."""
+_SEED_MASK: Final = 2**64 - 1
+_PARAMS: Final = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty")
+
+
+def chat_asks(body: ChatBody) -> list[Ask]:
+    """`n` requests. Raises Refusal, UsageError."""
+    for field in ("functions", "audio"):
+        if getattr(body, field):
+            raise _unsupported(field, "use tools" if field == "functions" else "this model writes text alone")
+    if body.modalities not in (None, ["text"]):
+        raise _unsupported("modalities", "this model writes text alone")
+    messages = tuple(_message(message, i) for i, message in enumerate(body.messages))
+    wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    return _asks(body, {"messages": messages, "max_tokens": wanted}, body.n)
+
+
+def completion_asks(body: CompletionBody) -> list[Ask]:
+    """`n` requests for each prompt. Raises Refusal, UsageError."""
+    if body.suffix:
+        raise _unsupported("suffix", "this API does not fill in")
+    if body.best_of not in (None, body.n):
+        raise _unsupported("best_of", "it must equal n")
+    prompts = prompts_of(body)
+    if len(prompts) * body.n > limits.CHOICES_MAX:
+        raise Refusal(400, f"n times the prompts is more than {limits.CHOICES_MAX}", "invalid_value", "n")
+    wanted = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    return [ask for text in prompts for ask in _asks(body, {"prompt": text, "max_tokens": wanted}, body.n)]
+
+
+def prompts_of(body: CompletionBody) -> list[str]:
+    """The texts to continue."""
+    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) < len(prompts):
+        raise _unsupported("prompt", "it must be text: token ids are the leader's own affair")
+    if not texts:
+        raise Refusal(400, "prompt: it is empty", "invalid_value", "prompt")
+    return texts
+
+
+def _asks(body: SamplingBody, what: dict[str, Any], count: int) -> list[Ask]:
+    given = {name: value for name in _PARAMS if (value := getattr(body, name)) is not None}
+    seed = new_seed() if body.seed is None else body.seed & _SEED_MASK  # OpenAI's clients may send negative ones
+    request_id = new_request_id()
+    return [
+        Ask(
+            request_id=request_id if count == 1 else f"{request_id}-{choice}",
+            params=SamplingParams(**given, seed=(seed + choice) & _SEED_MASK),
+            stop=body.stops,
+            ignore_eos=body.ignore_eos,
+            **what,
+        )
+        for choice in range(count)
+    ]
+
+
+def _message(message: MessageBody, index: int) -> Message:
+    role = "system" if message.role == "developer" else message.role
+    content = message.content
+    if isinstance(content, list):
+        for part in content:
+            if part.type != "text":
+                raise _unsupported(f"messages[{index}].content", f"it has a part of type {part.type[:40]!r}")
+        content = "".join(part.text for part in content)
+    if content is None:
+        raise Refusal(400, f"messages[{index}].content: Field required", "missing_required_parameter", "messages")
+    return {"role": role, "content": content}
+
+
+def _unsupported(param: str, why: str) -> Refusal:
+    return Refusal(400, f"{param} is not supported here: {why}", "unsupported_parameter", param)
+
+
+def check_model(wanted: str | None, served: ServedModel | None) -> None:
+    """Refusal if a model is named that is not the one that the swarm serves, as far as that is known."""
+    if wanted is not None and served is not None and wanted not in (served.name, served.id):
+        message = f"the model {wanted[:80]!r} does not exist here; the swarm serves {served.name!r}"
+        raise Refusal(404, message, "model_not_found", "model")

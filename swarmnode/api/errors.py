@@ -1,0 +1,79 @@
+"""Refusals in the shape that OpenAI's clients know: {"error": {"message", "type", "param", "code"}}.
+
+`code` is the typed error's own name (docs/status.md lists them) and what programs should look at; the clients turn the
+HTTP status into their exception classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from starlette.responses import JSONResponse
+
+from capabilities.errors import SwarmError
+from swarmnode.api import limits
+
+_STATUS: Final = {
+    "usage": 400,
+    "context_length_exceeded": 400,
+    "unsupported_model": 400,
+    "model_not_found": 404,
+    "overloaded": 429,
+    "internal": 500,
+    "peer_mistake": 502,
+    "deadline_exceeded": 504,
+}
+_OTHER_STATUS: Final = 503  # no_leader, not_ready, not_in_swarm, experts_unavailable, cancelled: later it may go well
+_TYPES: Final = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_PARAMS: Final = {"context_length_exceeded": "messages", "model_not_found": "model"}
+_FIELDS: Final = frozenset(
+    (
+        "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "logit_bias",
+        "max_tokens", "stop", "prompt", "messages", "n", "logprobs", "top_logprobs", "response_format", "tools",
+        "tool_choice", "model",
+    )
+)  # fmt: skip
+
+
+class Refusal(Exception):
+    """A request that is not served. `retry`: the same may go well after `limits.RETRY_SECONDS`."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None,
+        param: str | None = None,
+        *,
+        retry: bool = False,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = {**({"retry-after": str(limits.RETRY_SECONDS)} if retry else {}), **(headers or {})}
+
+    def to_json(self) -> dict[str, Any]:
+        usual = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = _TYPES.get(self.status, usual)
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.to_json(), self.status, self.headers)
+
+
+def refusal_of(error: SwarmError) -> Refusal:
+    """A typed error as a client of the API sees it."""
+    status = _STATUS.get(error.type, _OTHER_STATUS)
+    message = f"{error.message}. {error.hint}" if error.hint else error.message
+    code = "invalid_value" if error.type == "usage" else error.type
+    param = _PARAMS.get(error.type)
+    if error.type == "usage":
+        first = error.message.split(" ", 1)[0]
+        param = first if first in _FIELDS else None
+    # Clients repeat what failed with 5xx. An answer that took too long would only take as long again.
+    headers = {"x-should-retry": "false"} if error.type == "deadline_exceeded" else {}
+    return Refusal(status, message, code, param, retry=status in (429, 503), headers=headers)

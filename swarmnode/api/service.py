@@ -1,0 +1,91 @@
+"""The HTTP interface of one daemon, whatever swarm it is in: it listens for as long as the daemon runs.
+
+A port that is taken must not end a daemon that nobody watches. It is told in the log, in `status` and as a finding, and
+tried again, so that it mends itself once the other program is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING, Any
+
+import structlog
+import trio
+
+from scheduler.advert_findings import Finding, FindingKind
+from swarmnode.api import limits
+from swarmnode.config import ApiConfig
+from swarmnode.handlers import Services
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+    from swarmnode.api.connection import Connections
+
+_log = structlog.get_logger(__name__)
+
+
+def _connections(config: ApiConfig, services: Services) -> Connections:
+    from swarmnode.api.app import make_app  # a third of a second, which a daemon without HTTP need not spend
+    from swarmnode.api.connection import Connections
+
+    return Connections(make_app(config, services))
+
+
+class Http:
+    """Run `run` in a nursery."""
+
+    def __init__(self, config: ApiConfig, services: Services) -> None:
+        self._address = config.address
+        self._listen = config.listen
+        self._connections = None if self._address is None else _connections(config, services)
+        self._bound: str | None = None
+        self._error: str | None = None
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled; `started()` once clients can connect, or it is known why they cannot."""
+        if self._connections is None:
+            task_status.started()
+            return
+        listeners = await self._try_to_listen()
+        task_status.started()
+        while listeners is None:
+            await trio.sleep(limits.LISTEN_RETRY_SECONDS)
+            listeners = await self._try_to_listen()
+        try:
+            await self._connections.run(listeners)
+        finally:
+            self._bound = None
+
+    async def _try_to_listen(self) -> list[trio.SocketListener] | None:
+        assert self._address is not None
+        host, port = self._address
+        try:
+            listeners = list(await trio.open_tcp_listeners(port, host=host))
+        except OSError as error:
+            reason = "another program uses it" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+            if self._error != reason:
+                _log.warning("api.cannot_listen", address=self._listen, reason=reason)
+            self._error = reason
+            return None
+        bound = listeners[0].socket.getsockname()
+        self._bound = f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
+        self._error = None
+        _log.info("api.listening", address=self._bound)
+        return listeners
+
+    # -- what `status` says -------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "listen": self._listen,
+            "url": None if self._bound is None else f"http://{self._bound}",
+            "error": self._error,
+        }
+
+    def findings(self, me: str) -> list[dict[str, Any]]:
+        if self._error is None:
+            return []
+        message = f"no HTTP interface: it cannot listen on {self._listen}, since {self._error}"
+        hint = 'End that program, or change api.listen in the configuration ("127.0.0.1:0" takes any free port).'
+        return [dict(Finding(FindingKind.HTTP_ADDRESS, me, message, hint).to_json())]

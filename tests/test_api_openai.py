@@ -1,0 +1,145 @@
+"""OpenAI's own Python package, untouched, against real daemons: a leader, a worker, and one that is in no swarm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from swarmnode.local_swarm import LocalNode
+from tests.swarm_tools import Served, serving
+
+MODEL = "olmoe"
+API = {"api": {"listen": "127.0.0.1:0"}}
+FREE: Any = {"extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("served"), workers=1, each=API, parallel=4, queue_limit=2) as swarm:
+        yield swarm
+
+
+def client_of(node: LocalNode, **options: Any) -> OpenAI:
+    url = node.status()["http"]["url"]
+    return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, **options)
+
+
+@pytest.fixture(scope="module", params=["leader", "worker"])
+def client(served: Served, request: pytest.FixtureRequest) -> Iterator[OpenAI]:
+    with client_of(served.leader if request.param == "leader" else served.workers[0]) as made:
+        yield made
+
+
+def messages(text: str = "Tell me a story.") -> list[Any]:
+    return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+
+
+def test_the_model_is_listed(client: OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.object) == (MODEL, "model")
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError, match="does not exist") as failure:
+        client.models.retrieve("gpt-5")
+    assert failure.value.code == "model_not_found"
+
+
+def test_a_chat_is_llama_cpps_own_answer(served: Served, client: OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=messages(), temperature=0, max_tokens=20)
+    params = {"prompt": "Tell me a story.", "system": "Be brief.", "temperature": 0, "max_tokens": 20}
+    expected = served.check(served.leader, params)
+    (choice,) = answer.choices
+    assert choice.message.content == expected["text"]
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == expected["finish_reason"]
+    assert answer.usage is not None
+    assert answer.usage.model_dump(include=set(expected["usage"])) == expected["usage"]
+    assert answer.object == "chat.completion"
+    assert answer.system_fingerprint is not None
+    assert answer.system_fingerprint.startswith("fp_")
+
+
+def test_a_streamed_chat_is_the_same(client: OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": messages(), "temperature": 0, "max_completion_tokens": 20}
+    whole = client.chat.completions.create(**asked)
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    *told, last = chunks
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in told) == whole.choices[0].message.content
+    assert told[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in told[:-1]] == [None] * (len(told) - 1)
+    assert told[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert last.choices == []
+    assert last.usage == whole.usage
+
+
+def test_a_completion_continues_its_prompt(served: Served, client: OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt="Once upon", temperature=0, **FREE)
+    params = {"prompt": "Once upon", "raw": True, "temperature": 0, "max_tokens": 16, "ignore_eos": True}
+    expected = served.check(served.leader, params)["text"]
+    assert answer.choices[0].text == expected
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 16, "OpenAI's default"
+    streamed = client.completions.create(model=MODEL, prompt="Once upon", temperature=0, stream=True, **FREE)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == expected
+
+
+def test_a_seed_repeats_several_answers_to_several_prompts(client: OpenAI) -> None:
+    asked: Any = {"model": MODEL, "prompt": ["One", "Two"], "n": 2, "seed": 5, "temperature": 1.5, "max_tokens": 8}
+    first, again = (client.completions.create(**asked, **FREE) for _ in range(2))
+    texts = [choice.text for choice in first.choices]
+    assert [choice.index for choice in first.choices] == [0, 1, 2, 3]
+    assert texts == [choice.text for choice in again.choices]
+    assert len(set(texts)) == 4
+    assert first.usage is not None
+    assert first.usage.completion_tokens == 32
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "code"),
+    [
+        ({"temperature": -1}, "temperature", "invalid_value"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "invalid_value"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"n": 1000}, "n", "invalid_value"),
+        ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
+        ({"messages": [{"role": "user", "content": "x" * 4000}]}, "messages", "context_length_exceeded"),
+    ],
+)
+def test_what_is_wrong_is_named(client: OpenAI, asked: dict[str, Any], param: str, code: str) -> None:
+    with pytest.raises(openai.BadRequestError) as failure:
+        client.chat.completions.create(**{"model": MODEL, "messages": messages(), **asked})
+    assert (failure.value.param, failure.value.code) == (param, code)
+
+
+def test_an_unknown_model_is_not_found(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as failure:
+        client.chat.completions.create(model="gpt-5", messages=messages())
+    assert failure.value.code == "model_not_found"
+
+
+def test_null_is_absent_and_unknown_fields_are_passed_over(client: OpenAI) -> None:
+    more = {"top_p": None, "stop": None, "n": None, "logprobs": None, "tools": None, "user": "me", "wished": 1}
+    answer = client.chat.completions.create(model=MODEL, messages=messages(), max_tokens=1, extra_body=more)
+    assert len(answer.choices) == 1
+
+
+def test_outside_of_a_swarm_every_question_has_its_reason(tmp_path: Path) -> None:
+    settings: Any = {"node": {"listen": ["/ip4/127.0.0.1/tcp/0"]}, **API, "log": {"format": "json"}}
+    node = LocalNode("alone", tmp_path / "alone", settings)
+    node.start()
+    try:
+        node.wait_up()
+        with client_of(node) as client:
+            for ask in (client.models.list, lambda: client.chat.completions.create(model=MODEL, messages=messages())):
+                with pytest.raises(openai.InternalServerError, match="swarmctl join") as failure:
+                    ask()
+                assert (failure.value.status_code, failure.value.code) == (503, "not_in_swarm")
+                assert failure.value.response.headers["retry-after"]
+    finally:
+        node.kill()
