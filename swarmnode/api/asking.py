@@ -9,7 +9,8 @@ from swarmnode.api import limits
 from swarmnode.api.errors import Refusal
 from swarmnode.api.schema import ChatBody, CompletionBody, MessageBody, SamplingBody
 from swarmnode.api.served import ServedModel
-from swarmnode.prompt_messages import Ask, Message, new_request_id, new_seed
+from swarmnode.chat_messages import Message
+from swarmnode.prompt_messages import Ask, new_request_id, new_seed
 
 COMPLETION_TOKENS: Final = 16
 """OpenAI's default for /v1/completions; chats have none."""
@@ -60,7 +61,8 @@ def _asks(body: SamplingBody, what: dict[str, Any], count: int) -> list[Ask]:
     return [
         Ask(
             request_id=request_id if count == 1 else f"{request_id}-{choice}",
-            params=SamplingParams(**given, seed=(seed + choice) & _SEED_MASK),
+            choice=choice,
+            params=SamplingParams(**given, seed=seed),
             stop=body.stops,
             ignore_eos=body.ignore_eos,
             **what,

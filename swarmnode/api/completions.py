@@ -26,7 +26,7 @@ from swarmnode.api.served import ServedModels
 from swarmnode.api.shapes import ChatShape, Shape, TextShape
 from swarmnode.asker import Asker
 from swarmnode.handlers import Services
-from swarmnode.prompt_messages import Alive, Ask, Done, Failed, Queued, Reply
+from swarmnode.prompt_messages import Alive, Ask, Done, Failed, Queued, Reply, loggable
 
 _log = structlog.get_logger(__name__)
 
@@ -84,7 +84,7 @@ class _Job:
 
     def fail(self, failed: Failed) -> Refusal:
         error = failed.error
-        _log.warning("request.failed", role="asker", request_id=self.asks[0].request_id, error=error.to_json())
+        _log.warning("request.failed", role="asker", request_id=self.asks[0].request_id, error=loggable(error))
         return refusal_of(error)
 
 
