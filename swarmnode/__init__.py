@@ -35,6 +35,7 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
     equivalence                                         how closely two backends or peers agree
     comparing                                           what peers compute for one another, so that it can be told
     local_founding                                      the records of such a swarm
+    service                                             the daemon under systemd or launchd
     bootstrap                                           set-up, on the standard library alone
 
 Nothing is imported here: commands must start at once.

@@ -5,6 +5,7 @@ ctl        swarmctl demo, bench, and all the others put together; models adds `s
 asking     swarmctl ask; chat: the same in turns
 watching   swarmctl status, top
 logs       swarmctl logs
+service    swarmctl service install, status, remove
 requests   swarmctl requests, verify, forget; render_requests shows what they found
 completion  swarmctl completion
 equivalence  swarmctl equivalence; render_equivalence shows what it found

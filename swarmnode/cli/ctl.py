@@ -24,6 +24,7 @@ from swarmnode.cli.models import model
 from swarmnode.cli.peer import COMMANDS as PEER
 from swarmnode.cli.progress import ProgressLine
 from swarmnode.cli.requests import COMMANDS as REQUESTS
+from swarmnode.cli.service import service
 from swarmnode.cli.swarm import COMMANDS as BELONGING
 from swarmnode.cli.watching import status, top
 from swarmnode.printable import printable_text
@@ -47,9 +48,24 @@ def swarmctl() -> None:
     """
 
 
-for command in (status, top, ask, chat, *REQUESTS, logs, *BELONGING, *MESH, *PEER, model, equivalence, completion):
+_COMMANDS = (
+    status,
+    top,
+    ask,
+    chat,
+    *REQUESTS,
+    logs,
+    *BELONGING,
+    *MESH,
+    *PEER,
+    model,
+    equivalence,
+    kernels,
+    service,
+    completion,
+)
+for command in _COMMANDS:
     swarmctl.add_command(command)
-swarmctl.add_command(kernels)
 
 
 @swarmctl.command()
