@@ -20,6 +20,7 @@ from swarmnode.api.service import Http
 from swarmnode.comparing.commands import CompareCommands
 from swarmnode.config import Config
 from swarmnode.control import serve_control
+from swarmnode.files_limit import raise_files_limit
 from swarmnode.handlers import Handlers
 from swarmnode.identity import Identity, load_or_create_identity, lock_data_folder
 from swarmnode.named_swarm import NamedLeaderNode, NamedWorkerNode
@@ -37,6 +38,7 @@ def run(config: Config, paths: Paths) -> None:
         SwarmError: it cannot start; the message says what to do.
     """
     paths.make()
+    raise_files_limit()
     if config.leader.fast:
         allow_wide_kernels()
     with lock_data_folder(paths.data), claim_threads(config.compute.threads) as threads:

@@ -16,11 +16,14 @@ import trio
 
 from scheduler.sampling import SamplingParams
 from swarmnode import limits, log_file
+from swarmnode.config import Config
 from swarmnode.control_client import Call
+from swarmnode.doctor.node import look_at_node
 from swarmnode.identity import Identity
 from swarmnode.local_swarm import LocalNode, LocalSwarm
 from swarmnode.net.interface import NetworkError
 from swarmnode.net.libp2p_host import open_libp2p_network
+from swarmnode.paths import find_paths
 from swarmnode.prompt_frames import encode_ask
 from swarmnode.prompt_messages import PROTOCOL as PROMPT
 from swarmnode.prompt_messages import Ask, new_request_id
@@ -113,6 +116,10 @@ def test_the_swarm_elects_places_and_answers(served: Elected) -> None:
     assert max(view["local"]["load"] for view in working) > 0
     assert working[0]["model"]["layers"]["decode_computed"] > 0
     assert log_file.last_lines(served.leader.folder / "logs", 1)[0]
+    seen = look_at_node(Config(), None, find_paths(served.leader.folder))
+    assert (seen.daemon, seen.daemon_pid, seen.loose, seen.votes) == ("answers", served.leader.pid, (), None)
+    assert seen.membership is not None
+    assert len(seen.membership.backbone) == BACKBONE
 
 
 def test_the_backbone_gets_ready_to_lead(served: Elected) -> None:

@@ -7,6 +7,7 @@ watching   swarmctl status, top
 logs       swarmctl logs
 service    swarmctl service install, status, remove
 requests   swarmctl requests, verify, forget; render_requests shows what they found
+doctor     swarmctl doctor
 completion  swarmctl completion
 equivalence  swarmctl equivalence; render_equivalence shows what it found
 kernels    swarmctl kernels build, list

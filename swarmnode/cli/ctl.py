@@ -16,6 +16,7 @@ from swarmnode.cli.asking import ask
 from swarmnode.cli.chat import chat
 from swarmnode.cli.common import Settings, common_options, pass_settings
 from swarmnode.cli.completion import completion
+from swarmnode.cli.doctor import doctor
 from swarmnode.cli.equivalence import equivalence
 from swarmnode.cli.kernels import kernels
 from swarmnode.cli.logs import logs
@@ -55,6 +56,7 @@ _COMMANDS = (
     chat,
     *REQUESTS,
     logs,
+    doctor,
     *BELONGING,
     *MESH,
     *PEER,

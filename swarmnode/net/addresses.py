@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import psutil
 from libp2p.peer.id import ID
@@ -61,19 +62,32 @@ def _text(host: str, port: int) -> str:
 
 def machine_addresses(*, ipv6: bool) -> list[str]:
     """Addresses of the interfaces that are up: the way to the internet first, bridges of virtual networks, loopback."""
-    family = socket.AF_INET6 if ipv6 else socket.AF_INET
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    outward = _outward_address(family)
-    ranked: list[tuple[int, str]] = []
-    for name, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            if entry.family != family or name not in up or "%" in entry.address:
-                continue  # a link-local address means nothing without its interface, hence nothing to others
-            loopback = ipaddress.ip_address(entry.address).is_loopback
-            bridge = name.startswith(_BRIDGES)
-            rank = 0 if entry.address == outward else 3 if loopback else 2 if bridge else 1
-            ranked.append((rank, entry.address))
+    outward = _outward_address(socket.AF_INET6 if ipv6 else socket.AF_INET)
+    ranked = [
+        (0 if each.address == outward else 3 if each.loopback else 2 if each.bridge else 1, each.address)
+        for each in interface_addresses()
+        if (":" in each.address) is ipv6
+    ]
     return [address for _, address in sorted(ranked)]
+
+
+class InterfaceAddress(NamedTuple):
+    """`bridge`: of a virtual network that is on this machine alone."""
+
+    address: str
+    bridge: bool
+    loopback: bool
+
+
+def interface_addresses() -> list[InterfaceAddress]:
+    """The addresses of all interfaces that are up, but those that mean nothing without the interface (link-local)."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    return [
+        InterfaceAddress(entry.address, name.startswith(_BRIDGES), ipaddress.ip_address(entry.address).is_loopback)
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6) and name in up and "%" not in entry.address
+    ]
 
 
 def _outward_address(family: socket.AddressFamily) -> str | None:
