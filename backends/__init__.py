@@ -26,6 +26,7 @@ llama.cpp and ggml
     ggml, device     ctypes over the installed libraries; one compute device
     llama            a model and its context; vocabulary has its tokens and chat template
     grammar          which tokens a grammar or JSON schema allows next
+                     (tool_grammar: calls of tools; chat_template: how the model is told of them)
     moe_hook         stops llama.cpp at each MoE layer (sum_point: where it adds the experts up)
     trace            what passes through a decode, layer by layer; routers made to choose as told
     weight_layout    which weights may be repacked without touching batch invariance

@@ -35,7 +35,7 @@ _LIMITS: Final = LLParserLimits(
     initial_lexer_fuel=500_000,
     verbose_errors=False,  # they would quote the grammar and the answer
 )
-_WHITESPACE: Final = r"( |\n[ \t]{0,20})?"  # of JSON: what people write, and nothing in which a model could get lost
+WHITESPACE: Final = r"( |\n[ \t]{0,20})?"  # of JSON: what people write, and nothing in which a model could get lost
 _RULES_MAX: Final = 500  # the translator's time grows with their square: half a second for these
 _MESSAGE_CHARS: Final = 300
 
@@ -143,7 +143,7 @@ def schema_grammar(text: str) -> str:
         raise UsageError("the JSON schema is no JSON") from None
     if not isinstance(schema, dict | bool):
         raise UsageError("a JSON schema is an object")
-    return str(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE}))
+    return str(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE}))
 
 
 def _lark(gbnf: str) -> str:

@@ -8,7 +8,9 @@ from typing import Any, Final
 
 from llama_cpp import llama_cpp as lc
 
+from backends.chat_template import ChatTemplate
 from capabilities.errors import UsageError
+from capabilities.tool_form import ToolForm
 
 _PIECE_BYTES: Final = 256
 _PROMPT_BYTES_MAX: Final = 16 << 20
@@ -24,6 +26,7 @@ class Vocabulary:
         template = lc.llama_model_chat_template(model, None)
         self.chat_template: str | None = template.decode(errors="replace") if template else None
         self._pieces: dict[int, bytes] = {}
+        self._made: tuple[str, ChatTemplate] | None = None
 
     @property
     def pointer(self) -> Any:
@@ -71,24 +74,34 @@ class Vocabulary:
         text = lc.llama_vocab_get_text(self._vocab, token)
         return text.decode(errors="replace") if text else ""
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Messages ({"role", "content"}) as a prompt, by the model's own template.
+    def control_token(self, text: str) -> int | None:
+        """The control token of that name, if there is one: such a token is no text."""
+        tokens = self.tokenize(text, add_special=False) if text else []
+        return tokens[0] if len(tokens) == 1 and not self.piece(tokens[0]) else None
+
+    @property
+    def tool_form(self) -> ToolForm | None:
+        """How the model writes calls of tools; None: it is not taught to, or not in a way that is known here."""
+        return None if self.chat_template is None else self._template(self.chat_template).tool_form
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Messages ({"role", "content", ...}) and tools, in OpenAI's shape, as a prompt by the model's own template.
 
         Raises:
-            UsageError: the model has no template, or the template refuses the messages.
+            UsageError: the model has no template, the template refuses the messages, or it knows nothing of tools.
         """
         if self.chat_template is None:
             raise UsageError("this model has no chat template", hint="Ask with --raw to send the prompt as it is.")
-        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-
+        prompt = self._template(self.chat_template).render(messages, tools)
         start = self._special_text(lc.llama_vocab_bos(self._vocab))
-        end = self._special_text(lc.llama_vocab_eos(self._vocab))
-        try:
-            formatter = Jinja2ChatFormatter(self.chat_template, eos_token=end, bos_token=start)
-            prompt = str(formatter(messages=list(messages)).prompt)
-        except Exception as error:  # a template is a program of the model's author, and may fail in any way
-            raise UsageError(f"the model's chat template refuses this conversation: {error}") from None
         # Where the vocabulary adds its start token by itself, a template that writes it too would double it.
         if start and lc.llama_vocab_get_add_bos(self._vocab) and prompt.startswith(start):
             prompt = prompt[len(start) :]
         return prompt
+
+    def _template(self, source: str) -> ChatTemplate:
+        if self._made is None or self._made[0] != source:
+            start = self._special_text(lc.llama_vocab_bos(self._vocab))
+            end = self._special_text(lc.llama_vocab_eos(self._vocab))
+            self._made = (source, ChatTemplate(source, start, end))
+        return self._made[1]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from scheduler.requests import FinishedEffect, FinishReason, Request, Timings, TokenEffect, Usage
 from scheduler.sampling import sample
 from scheduler.text_stream import TextStream
+from scheduler.tool_calls import ToolCall, ToolCallReader, call_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ class Answer:
         self._admitted_at: float | None = None
         self._first_token_at: float | None = None
         self._text = TextStream(request.stop)
+        self._calls = None if request.tools is None else ToolCallReader(request.tools)
+        self._markers = {} if request.tools is None else request.tools.markers
         for token in request.generated:  # whoever continues the answer has this text already
             self._extend_text(token)
         self._end_if_complete()
@@ -98,22 +101,35 @@ class Answer:
         if rest.stopped:  # the bytes' end can still complete a stop string, if that one ends in U+FFFD
             self.ended = "stop"
         assert self.ended is not None
+        text, calls = self._finish_calls(rest.text)
+        if calls and self.ended == "stop":
+            self.ended = "tool_calls"
         admitted = now if self._admitted_at is None else self._admitted_at
         first = now if self._first_token_at is None else self._first_token_at
         return FinishedEffect(
             self.request.id,
             self.ended,
-            rest.text,
+            text,
             Usage(len(self.request.prompt_tokens), self.completion),
             Timings(queue_s=admitted - self._submitted_at, prefill_s=first - admitted, decode_s=now - first),
             self.mixed,
+            calls,
         )
 
+    def _finish_calls(self, rest: str) -> tuple[str, tuple[ToolCall, ...]]:
+        if self._calls is None:
+            return rest, ()
+        shown = self._calls.feed(rest)
+        more, calls = self._calls.finish()
+        request = self.request
+        names = (call_id(request.id, request.choice, number) for number in range(len(calls)))
+        return shown + more, tuple(ToolCall(name, *call) for name, call in zip(names, calls, strict=True))
+
     def _extend_text(self, token: int) -> str:
-        delta = self._text.feed(self._vocabulary.piece(token))
+        delta = self._text.feed(self._markers.get(token) or self._vocabulary.piece(token))
         if delta.stopped:
             self.ended = "stop"
-        return delta.text
+        return delta.text if self._calls is None else self._calls.feed(delta.text)
 
     def _end_if_complete(self) -> None:
         if self.ended is None and self.request.constraint is not None and self.request.constraint.complete:

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from capabilities.errors import SwarmError, UsageError
+from capabilities.tool_form import ToolUse
 from scheduler.constraint import Constraint
 from scheduler.sampling import SamplingParams
 from scheduler.text_stream import check_stops
+from scheduler.tool_calls import ToolCall
 
 ID_CHARACTERS_MAX = 128  # ids are written into every peer's log
 DEADLINE_S_MAX = 86_400.0  # nothing waits for longer than a day
@@ -33,6 +35,7 @@ class Request:
     stop_at_end    False makes the model's end tokens ordinary ones (for benchmarks of a fixed length)
     logprobs       tell each token's probability precisely, and so many of the likeliest tokens; None: neither
     constraint     narrows the answer down; it has seen `generated`, and belongs to this request alone
+    tools          what the answer may call: calls then come with its end, and not as text
     """
 
     id: str
@@ -46,6 +49,7 @@ class Request:
     stop_at_end: bool = True
     logprobs: int | None = None
     constraint: Constraint | None = field(default=None, repr=False, compare=False)
+    tools: ToolUse | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not 0 < len(self.id) <= ID_CHARACTERS_MAX:
@@ -116,9 +120,11 @@ class TokenEffect:
 class FinishedEffect:
     """The answer is complete. Terminal.
 
-    finish_reason  "stop": the end token or a stop string; "length": max_tokens, or the context is full
+    finish_reason  "stop": the end token or a stop string; "length": max_tokens, or the context is full; "tool_calls":
+                   like "stop", and the answer calls tools
     text           the rest of the text, held back until now
     mixed          a peer of another numeric class than the placement's computed some of it
+    tool_calls     what the answer calls
     """
 
     request: str
@@ -127,6 +133,7 @@ class FinishedEffect:
     usage: Usage
     timings: Timings
     mixed: bool = False
+    tool_calls: tuple[ToolCall, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,8 @@ ONLY_IN = {
 SCHEDULER_MAY_USE = frozenset(
     (
         "__future__", "abc", "bisect", "codecs", "collections", "contextlib", "dataclasses", "enum", "fractions",
-        "functools", "hashlib", "heapq", "itertools", "math", "numpy", "operator", "struct", "types", "typing",
+        "functools", "hashlib", "heapq", "itertools", "json", "math", "numpy", "operator", "re", "struct",
+        "types", "typing",
     )
 )  # fmt: skip
 NUMPY_MAY_NOT_USE = frozenset(("random", "load", "save", "memmap", "fromfile"))

@@ -1,4 +1,4 @@
-"""What a request may ask of its answer, on a real (if tiny) model: grammars, schemas, logprobs, choices."""
+"""What a request may ask of its answer, on a real (if tiny) model: grammars, schemas, logprobs, choices, tools."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from swarmnode.leader.engine import DecodeEngine
 from swarmnode.leader.prompts import PromptService
 from swarmnode.prompt_messages import Ask, Done, Failed, Reply, Token
 from tests.expert_models import tiny_file
+from tests.tool_templates import HERMES_TEMPLATE, LLAMA_TEMPLATE, MISTRAL_TEMPLATE
 
-CONTEXT = 512
+CONTEXT = 1_200
 
 
 class Nobody:
@@ -34,10 +35,11 @@ class Nobody:
 
 
 @asynccontextmanager
-async def leader() -> AsyncIterator[PromptService]:
+async def leader(template: str | None = None) -> AsyncIterator[PromptService]:
     settings = LlamaSettings(context_tokens=CONTEXT, sequences=2, batch_tokens=64)
     with LlamaModel(tiny_file("olmoe", "f32"), settings) as model:
         v = model.vocabulary
+        v.chat_template = template or v.chat_template
         batcher = Batcher(2, model.context_tokens, 64, 8, Vocabulary(v.n_vocab, v.piece, v.is_end))
         engine = DecodeEngine(model, Nobody(), batcher)  # type: ignore[arg-type]
         service = PromptService(engine, v, CONTEXT, 60.0, lambda: None, lambda _: None, lambda _: None)
@@ -52,7 +54,8 @@ WARM = SamplingParams(temperature=2.0, top_k=0, top_p=1.0, min_p=0.0, seed=5, fr
 
 
 async def replies(service: PromptService, params: SamplingParams = WARM, **fields: Any) -> list[Reply]:
-    ask = Ask("req-1", params, **{"prompt": "Say something.", "max_tokens": 60, **fields})
+    text = {} if "messages" in fields else {"prompt": "Say something."}
+    ask = Ask("req-1", params, **{**text, "max_tokens": 60, **fields})
     async with service.answer(ask, "somebody") as found:
         return [reply async for reply in found]
 
@@ -155,3 +158,58 @@ async def test_bias_bans_and_forces() -> None:
         ban = SamplingParams(temperature=0, logit_bias={ord("q"): -100.0, ord("z"): 100.0})
         assert (await answer(service, ban, max_tokens=4))[1] == "zzzz"
         assert "outside" in (await error(service, params=SamplingParams(logit_bias={320: 1.0}))).message
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/City"}},
+            "required": ["city"],
+            "additionalProperties": False,
+            "$defs": {"City": {"enum": ["Oslo", "Rome"]}},
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+QUESTION = ({"role": "user", "content": "How is it?"},)
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize(
+    ("template", "begin"),
+    [(HERMES_TEMPLATE, "<tool_call>"), (MISTRAL_TEMPLATE, "[TOOL_CALLS]"), (LLAMA_TEMPLATE, "{")],
+    ids=["hermes", "mistral", "llama"],
+)
+async def test_a_tool_that_must_be_called_is_called(template: str, begin: str) -> None:
+    fields: dict[str, Any] = {"messages": QUESTION, "tools": (WEATHER, CLOCK), "max_tokens": 400}
+    async with leader(template) as service:
+        whole, text, done = await answer(service, tool_choice=NAMED, **fields)
+        (call,) = done.tool_calls
+        assert (text, done.finish_reason, call.name) == ("", "tool_calls", "weather")
+        assert json.loads(call.arguments)["city"] in ("Oslo", "Rome")
+        ids = tuple(token.token for token in whole)
+        _, _, end = await answer(service, tool_choice=NAMED, generated=ids[:9], attempt=1, **fields)
+        assert [(each.name, each.arguments) for each in end.tool_calls] == [(call.name, call.arguments)]
+        _, text, done = await answer(service, tool_choice="required", **fields)
+        assert done.tool_calls or text.startswith(begin)  # or it is cut in the middle of a call
+        assert {each.name for each in done.tool_calls} <= {"weather", "clock"}
+        _, text, cut = await answer(service, tool_choice=NAMED, **{**fields, "max_tokens": 12})
+        assert (cut.tool_calls, cut.finish_reason, text[:1]) == ((), "length", begin[:1])
+
+
+async def test_tools_that_may_be_called() -> None:
+    fields: dict[str, Any] = {"messages": QUESTION, "tools": (WEATHER, CLOCK)}
+    async with leader(HERMES_TEMPLATE) as service:
+        with_tools, _, done = await answer(service, **fields)
+        assert done.tool_calls == ()
+        without, _, _ = await answer(service, **{**fields, "tool_choice": "none"})
+        plain, _, _ = await answer(service, messages=QUESTION)
+        assert without == plain != with_tools
+        _, text, done = await answer(service, json_schema=SCHEMA, **{**fields, "max_tokens": 200})
+        assert done.tool_calls or json.loads(text)["city"]
+        assert "not both" in (await error(service, grammar='root ::= "a"', **fields)).message
+    async with leader() as service:
+        assert "no tools" in (await error(service, **fields)).message

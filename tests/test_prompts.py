@@ -26,7 +26,7 @@ from scheduler.requests import (
 from scheduler.sampling import SamplingParams
 from swarmnode import limits
 from swarmnode.asker import FollowingAsker
-from swarmnode.leader import prompts
+from swarmnode.leader import asked as asked_module
 from swarmnode.leader.prompts import EFFECTS_MAX, PromptService, PromptStreams
 from swarmnode.leadership import NamedLeader
 from swarmnode.net.interface import Stream
@@ -53,7 +53,9 @@ class Letters:
     def tokenize(self, text: str) -> list[int]:
         return [ord(c) % 50 for c in text]
 
-    def render_chat(self, messages: Any) -> str:
+    tool_form = None
+
+    def render_chat(self, messages: Any, tools: Any = ()) -> str:
         return "".join(message["content"] for message in messages)
 
 
@@ -263,7 +265,7 @@ async def test_texts_of_all_peers_together_are_bounded(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "REQUEST_TEXTS_BYTES_MAX", 250_000)
-    monkeypatch.setattr(prompts, "_INLINE_TOKENIZE_CHARS", 1 << 20)  # a thread would not stop this clock
+    monkeypatch.setattr(asked_module, "_INLINE_CHARS", 1 << 20)  # a thread would not stop this clock
     async with lab() as leader, trio.open_nursery() as nursery:
         for number in (1, 2):
             await asked(leader, nursery, ask(f"req-{number}", prompt="x" * 100_000))

@@ -2,7 +2,7 @@
 
 service           one active model and all that serves it
 protocols         what others open streams for, served once by the leader of the moment
-prompts           a request: text to tokens, effects back to whoever asked
+prompts           a request to the engine, its effects back to whoever asked; asked reads it: tokens, the answer's form
 trunk             the trunk in llama.cpp, kept from one leadership to the next
 engine            the decode thread: one llama.cpp context, one batcher, one loop
 remote_experts    one MoE layer out to its holders and back, called from the decode thread; flight is one such layer

@@ -12,17 +12,16 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final
 
 import structlog
 import trio
 
-from backends.grammar import Grammar, Grammars
 from backends.vocabulary import Vocabulary
 from capabilities.errors import NotReady, Overloaded, RequestCancelled, SwarmError, UsageError
 from scheduler.requests import Effect, FailedEffect, FinishedEffect, QueuedEffect, Request, TokenEffect
 from swarmnode import limits
+from swarmnode.leader.asked import Reader
 from swarmnode.leader.engine import DecodeEngine
 from swarmnode.net.interface import NetworkError, ServesProtocols, Stream
 from swarmnode.prompt_frames import decode_ask, encode_reply, generated_count
@@ -44,7 +43,6 @@ _log = structlog.get_logger(__name__)
 EFFECTS_MAX: Final = 4096  # replies that wait for a slow asker; beyond, its request ends as overloaded
 _DISCARD_BYTES: Final = 64 << 10
 _LAST_WORDS_S: Final = 1.0  # for replies to leave when the leader stops
-_INLINE_TOKENIZE_CHARS: Final = 4096  # tokenising more goes to a thread
 
 
 @dataclass
@@ -72,14 +70,10 @@ class PromptService:
         self.statistics = PromptStatistics()
         self._engine = engine
         self._vocabulary = vocabulary
-        self._context_tokens = context_tokens
-        self._deadline_s = deadline_s
+        self._reader = Reader(vocabulary, context_tokens, deadline_s)
         self._ready = ready
         self._on_begin = on_begin
         self._on_end = on_end
-        self._tokenizing = trio.CapacityLimiter(1)
-        self._grammars = Grammars(vocabulary)
-        self._making_grammars = trio.CapacityLimiter(1)
         self._running: dict[str, _Running] = {}  # by the asker's request id
 
     @asynccontextmanager
@@ -129,40 +123,7 @@ class PromptService:
     async def _request(self, ask: Ask) -> Request:
         if (reason := self._ready()) is not None:
             raise reason
-        _refuse(ask)
-        text = ask.prompt if ask.prompt is not None else self._vocabulary.render_chat(ask.messages)
-        if len(text) <= _INLINE_TOKENIZE_CHARS:
-            tokens = self._vocabulary.tokenize(text)
-        else:
-            tokens = await trio.to_thread.run_sync(self._vocabulary.tokenize, text, limiter=self._tokenizing)
-        if not tokens:
-            raise UsageError("the prompt is empty", hint="Give at least one word.")
-        constraint = await self._constraint(ask)
-        room = max(0, self._context_tokens - len(tokens))
-        return Request(
-            id=_name(ask),
-            prompt_tokens=tuple(tokens),
-            params=ask.params,
-            max_tokens=room if ask.max_tokens is None else ask.max_tokens,
-            stop=ask.stop,
-            stop_at_end=not ask.ignore_eos,
-            deadline_s=min(self._deadline_s, ask.deadline_s or self._deadline_s),
-            generated=ask.generated,
-            choice=ask.choice,
-            logprobs=ask.logprobs,
-            constraint=constraint,
-        )
-
-    async def _constraint(self, ask: Ask) -> Grammar | None:
-        """What narrows the answer down. In a thread: making it, and going through the answer so far, takes a while."""
-        grammar, schema = ask.grammar, ask.json_schema
-        if grammar is not None:
-            make = partial(self._grammars.of_gbnf, grammar, ask.generated)
-        elif schema is not None:
-            make = partial(self._grammars.of_schema, schema, ask.generated)
-        else:
-            return None
-        return await trio.to_thread.run_sync(make, limiter=self._making_grammars)
+        return await self._reader.request(ask, _name(ask))
 
     async def _replies(self, receive: trio.MemoryReceiveChannel[Reply], log: Any) -> AsyncGenerator[Reply, None]:
         ended = False
@@ -284,12 +245,6 @@ class _Running:
         return _name(self.ask)
 
 
-def _refuse(ask: Ask) -> None:
-    """UsageError for what an answer cannot have here."""
-    if ask.tools:
-        raise UsageError("this leader does not know tools")
-
-
 def _name(ask: Ask) -> str:
     """What the engine calls an attempt: effects of an older one must not be taken for this one's.
 
@@ -327,8 +282,8 @@ class _Sink:
                     shown = self._vocabulary.shown
                     best = tuple((each, value, shown(each)) for each, value in top)
                     reply = replace(reply, logprob=logprob, top=best, bytes=shown(token))
-            case FinishedEffect(_, reason, text, usage, timings, mixed):
-                reply = Done(reason, text, usage, timings, mixed)
+            case FinishedEffect(_, reason, text, usage, timings, mixed, calls):
+                reply = Done(reason, text, usage, timings, mixed, tool_calls=calls)
             case FailedEffect(_, error):
                 reply = Failed(error)
                 if error.details.get("request_id") == _name(self._ask):
