@@ -8,6 +8,7 @@ import shutil
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ from swarmnode.equivalence.targets import find_target
 from swarmnode.kernels import build as building
 from swarmnode.kernels import store
 from swarmnode.kernels.build import Builder
+from swarmnode.kernels.matrix import compare_all, tables
 from swarmnode.kernels.recipes import RECIPES, SHIM, Need, Part
 from swarmnode.kernels.store import is_built, kernels_called, launch_of
 from tests.documents import first_codes, section
@@ -178,7 +180,8 @@ def test_the_list_says_what_is_documented(capsys: pytest.CaptureFixture[str]) ->
     assert common.main(swarmctl, "swarmctl", ["kernels", "list", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     keys = {f"kernels[].{key}" for row in result["kernels"] for key in row} | set(result) - {"kernels"}
-    assert keys | {"built[]"} == set(first_codes(section("status.md", "`swarmctl kernels`")))
+    listed, _ = section("status.md", "`swarmctl kernels`").split("`swarmctl kernels compare")
+    assert keys | {"built[]"} == set(first_codes(listed))
 
 
 # -- the built ones ---------------------------------------------------------------------------------------------------
@@ -244,3 +247,32 @@ def test_vulkan_adds_in_half_precision_above_a_width_unless_it_is_asked_not_to()
     assert narrow.accumulation is Precision.F32
     assert asked.accumulation is Precision.F32
     assert wide.accumulation is not Precision.F32
+
+
+# -- all against all --------------------------------------------------------------------------------------------------
+
+
+def test_every_pair_is_compared_and_equal_bits_share_a_line() -> None:
+    names = ["ggml-cpu", "tests.test_kernels:SameAgain", "reference:q8", "reference"]
+    result = compare_all(names, ["q4_0"], lambda *_: None)
+    (operator,) = result["operators"]
+    pairs = {(pair["a"], pair["b"]): pair for pair in operator["pairs"]}
+    assert set(pairs) == set(combinations(names, 2))
+    assert pairs["ggml-cpu", names[1]]["bit_identical"]
+    # The activations' eight bits are nearly all of a kernel's distance to exact arithmetic.
+    assert pairs["ggml-cpu", "reference:q8"]["relative_l2"] < 1e-5
+    assert 1e-3 < pairs["ggml-cpu", "reference"]["relative_l2"] < 1e-2
+    _, compared = section("status.md", "`swarmctl kernels`").split("`swarmctl kernels compare")
+    keys = {"targets[]", *(f"operators[].{key}" for key in operator if key != "pairs")}
+    assert keys | {f"operators[].pairs[].{key}" for key in pairs["ggml-cpu", "reference"]} == set(first_codes(compared))
+    text = tables(result, "ggml-cpu")
+    assert f"ggml-cpu stands for {names[1]}: the same bits" in text
+    assert f"| {names[1]} | same |" in text
+    assert result == json.loads(json.dumps(result))
+
+
+class SameAgain(GgmlExperts):
+    """The installed kernels under another name."""
+
+    def __init__(self, *, threads: int) -> None:
+        super().__init__(Device("CPU", threads=threads))

@@ -10,7 +10,7 @@ requests   swarmctl requests, verify, forget; render_requests shows what they fo
 doctor     swarmctl doctor
 completion  swarmctl completion
 equivalence  swarmctl equivalence; render_equivalence shows what it found
-kernels    swarmctl kernels build, list
+kernels    swarmctl kernels build, list, compare
 mesh       swarmctl placement, drain, undrain
 peer       swarmctl peer, peer release; render_peer shows what is known of one
 swarm      swarmctl init, join, leave, invite, ban, backbone; owner adds `swarmctl owner ...`

@@ -64,3 +64,27 @@ def list_kernels(settings: Settings) -> None:
         state = f"cannot run here: {', '.join(row['missing'])}" if row["missing"] else ""
         state = state or ("built" if row["built"] else "not built")
         click.echo(f"{row['target']:24} {row['meaning']}; {state}")
+
+
+@kernels.command()
+@click.argument("targets", nargs=-1)
+@click.option("--type", "types", multiple=True, help="Only weights of this type, for example q4_0. Repeatable.")
+@common_options
+@pass_settings
+def compare(settings: Settings, targets: tuple[str, ...], types: tuple[str, ...]) -> None:
+    """Compare every kernel with every other on the same products, and print tables in Markdown.
+
+    TARGETS are those of `swarmctl equivalence`; the tables start with distances to the first. Default: the installed
+    kernels, all built ones that run here, and the references.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy is loaded, as `swarmctl equivalence` does
+    from swarmnode.cli.progress import ProgressLine
+    from swarmnode.kernels.matrix import compare_all, tables, usual_targets
+
+    names = targets or usual_targets()
+    with ProgressLine() as progress, common.without_daemon():
+        result = compare_all(names, types, progress)
+    if settings.json:
+        common.print_json(result)
+    else:
+        click.echo(tables(result, names[0]))
