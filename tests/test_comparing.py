@@ -19,23 +19,28 @@ from backends.device import Device
 from backends.experts import F32, I32, GgmlExperts
 from capabilities.errors import DeadlineExceeded, NotReady, Overloaded, PeerMistake, SwarmError, UsageError
 from swarmnode import limits
+from swarmnode.cli.render_equivalence import print_matrix
 from swarmnode.comparing import messages
 from swarmnode.comparing.asking import Asking
 from swarmnode.comparing.messages import PROTOCOL, Request, decode_request
 from swarmnode.comparing.service import CompareService
 from swarmnode.comparing.work import Spent, Work
 from swarmnode.config import ComputeConfig
+from swarmnode.equivalence.matrix import run_matrix
 from swarmnode.equivalence.ops import op_level
+from swarmnode.equivalence.page import write_page
 from swarmnode.equivalence.peers import PeerRow, RemotePeer, Swarm
 from swarmnode.equivalence.recipes import Sizes
-from swarmnode.equivalence.run import run_equivalence
+from swarmnode.equivalence.run import Effort, run_equivalence
 from swarmnode.equivalence.targets import find_target, peer_target
 from swarmnode.net.interface import PeerId
 from swarmnode.net.memory import MemoryHub, MemoryNetwork, open_memory_hub
 from swarmnode.swarm.members_only import MembersOnly
 from swarmnode.wire import Frame, decode_header, encode_frame
+from tests.documents import first_codes, section
 from tests.expert_models import quiet, tiny_file
 from tests.leading_swarm import KIND, leading_swarm
+from tests.report_tools import Tags, keys_of
 
 SMALL = Sizes(("q8_0",), (256, 2048), (1, 40))
 WRONG = "tests.equivalence_backends:"
@@ -110,6 +115,80 @@ async def test_operators_of_a_peer_are_compared_by_recipe(tmp_path: Path, factor
     else:
         assert found == {"matmul", "swiglu"}
         assert any("softmax" in note for note in level["skipped"])
+
+
+async def test_all_pairs_of_a_swarm_are_compared_by_one_answer_of_each_peer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with hub_of(4) as (_, (near, *others)):
+        kinds = {"kitchen": "", "cellar": "", "attic": f"{WRONG}OffByAThousandth"}
+        works = [Counted(name, ComputeConfig(factory=kind), tmp_path) for name, kind in kinds.items()]
+        for network, work in zip(others, works, strict=True):
+            serve(network, work)
+            await near.connect(network.addresses[0])
+        rows = [PeerRow(str(n.peer_id), w.name, "ready", w.name[0]) for n, w in zip(others, works, strict=True)]
+        rows.append(PeerRow("nobody", "<b>away</b>", "suspect", None))
+        rows.append(PeerRow("left", "gone", "gone", None))
+        token = trio.lowlevel.current_trio_token()
+
+        def ask(peer: str, header: Any, payload: bytes) -> Frame:
+            return trio.from_thread.run(asker.ask, PeerId(peer), dict(header), payload, trio_token=token)
+
+        asker, swarm = asking(near), Swarm("me", tuple(rows), ask)
+
+        def compare() -> dict[str, Any]:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("swarmnode.equivalence.matrix.sizes_of", lambda _file: SMALL)
+                return run_matrix(
+                    swarm, levels=("op",), model=lambda: tiny_file(KIND), own_model=True,
+                    effort=Effort(64, 1, 1), progress=quiet,
+                )  # fmt: skip
+
+        result = await trio.to_thread.run_sync(compare)
+    assert [work.asked for work in works] == [2, 2, 2]  # products of one type, and what has no weights
+    names = {peer["peer_id"]: peer["name"] for peer in result["peers"]}
+    passes = {frozenset((names[p["a"]], names[p["b"]])): p["pass"] for p in result["pairs"]}
+    assert len(passes) == 6
+    assert passes[frozenset(("kitchen", "cellar"))] is True
+    assert passes[frozenset(("kitchen", "attic"))] is passes[frozenset(("cellar", "attic"))] is False
+    assert passes[frozenset(("kitchen", "<b>away</b>"))] is None
+    assert result["pass"] is False
+    assert result["absent"] == ["gone"]
+    assert [len(group["peers"]) for group in result["groups"]] == [1, 1, 1, 1]
+    check_page(result, tmp_path / "all.html")
+    capsys.readouterr()
+    print_matrix(result)
+    printed = capsys.readouterr().out
+    assert printed.count("pass, same bits") == 2
+    assert "kitchen, op: FAIL" in printed
+    assert "not there: gone" in printed
+    codes = first_codes(section("status.md", "`swarmctl equivalence --all --json`"))
+    assert set(codes) == {key for key in keys_of(result) if not key.startswith("pairs[].levels[].")} | {
+        "pairs[].levels[]"
+    }
+
+
+def check_page(result: dict[str, Any], path: Path) -> None:
+    write_page(path, result)
+    text, tags = path.read_text(), Tags(path.read_text())
+    assert tags.open == []
+    assert tags.fetched == []
+    assert "b" not in tags.tags
+    assert "&lt;b&gt;away" in text
+    assert tags.tags.count("details") == len(result["pairs"])
+    assert text.count("pass, same bits") == 2  # both halves of the matrix
+    assert text.count('class="none">not judged</td>') == 6
+
+
+class Counted(Work):
+    def __init__(self, name: str, config: ComputeConfig, folder: Path) -> None:
+        super().__init__(name, config, cast(Any, None), folder)
+        self.name = name
+        self.asked = 0
+
+    async def answer(self, asked: Request, spent: Spent) -> bytes:
+        self.asked += 1
+        return await super().answer(asked, spent)
 
 
 class SlightlyOff(GgmlExperts):

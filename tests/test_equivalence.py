@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import cache
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +31,7 @@ from swarmnode.equivalence.text import bundled_questions
 from swarmnode.local_experts import LocalExperts
 from tests.documents import first_codes, section
 from tests.expert_models import quiet, take_apart, tiny_file
+from tests.report_tools import Tags, keys_of
 
 SMALL = Sizes(("q8_0",), (256, 2048), (1, 40))
 OF_MODELS = LEVELS[1:]
@@ -322,14 +322,6 @@ def test_the_command_prints_all_levels_and_their_documented_keys(
     assert set(codes) == keys_of(result)
 
 
-def keys_of(value: Any, name: str = "") -> set[str]:
-    if isinstance(value, Mapping):
-        return set().union(*(keys_of(item, f"{name}.{key}" if name else key) for key, item in value.items()))
-    if isinstance(value, list):
-        return set().union({f"{name}[]"} if not value else set(), *(keys_of(item, f"{name}[]") for item in value))
-    return {name}
-
-
 def test_the_exit_status_tells(capfd: pytest.CaptureFixture[str]) -> None:
     of_tiny = ("--level", "logits", "--tokens", "64", "--model", str(tiny_file("olmoe", "q8_0")))
     status, out = run(capfd, "ggml-cpu", "ggml-cpu", *of_tiny)
@@ -340,37 +332,16 @@ def test_the_exit_status_tells(capfd: pytest.CaptureFixture[str]) -> None:
     assert "logits: FAIL" in out
     assert run(capfd, "ggml-cpu", "peer:kitchen", *of_tiny)[0] == 3
     assert run(capfd, "ggml-cpu")[0] == 2
+    assert run(capfd, "--all")[0] == 3
+    assert run(capfd, "--all", "ggml-cpu")[0] == 2
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
-class Tags(HTMLParser):
-    """What a page holds, and what it would fetch."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.fetched: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.fetched += [value or "" for name, value in attrs if name in ("src", "href")]
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def test_the_page_shows_curve_and_histogram_and_fetches_nothing(tmp_path: Path) -> None:
     levels = [ops("ggml-cpu", "reference"), *models("ggml-cpu", "reference").values()]
-    result = {"a": "ggml-cpu", "b": "<script>", "model": "a&b.gguf", "pass": True, "levels": levels}
+    result = {"a": "ggml-cpu", "b": "<script>", "model": "a&b.gguf", "pass": True, "experts": {}, "levels": levels}
     write_page(tmp_path / "page.html", result)
     text = (tmp_path / "page.html").read_text()
     found = Tags(text)
@@ -386,7 +357,7 @@ def test_the_page_shows_curve_and_histogram_and_fetches_nothing(tmp_path: Path) 
 
 def test_a_page_of_one_level_is_a_page() -> None:
     for level in models("ggml-cpu", "ggml-cpu").values():
-        page = page_of({"a": "x", "b": "y", "model": None, "pass": True, "levels": [level]})
+        page = page_of({"a": "x", "b": "y", "model": None, "pass": True, "experts": {}, "levels": [level]})
         assert Tags(page).open == []
         assert level["level"] in page
 

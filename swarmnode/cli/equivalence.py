@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -22,11 +23,13 @@ ANSWER_TOKENS_MAX = 256
 
 
 @click.command()
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", required=False)
+@click.argument("b", required=False)
+@click.option("--all", "everybody", is_flag=True, help="Compare all peers of the swarm with each other.")
 @click.option(
-    "--level", "levels", multiple=True, type=click.Choice(LEVELS), help="Only this one. Repeatable. Default: all six."
-)
+    "--level", "levels", multiple=True, type=click.Choice(LEVELS),
+    help="Only this one. Repeatable. Default: all six; with --all: op."
+)  # fmt: skip
 @click.option("--model", metavar="FILE", help="A GGUF file, or `demo`. Default: demo, with usual weights for op.")
 @click.option(
     "--tokens", type=click.IntRange(TOKENS_MIN), default=512, show_default=True,
@@ -44,8 +47,9 @@ ANSWER_TOKENS_MAX = 256
 @pass_settings
 def equivalence(
     settings: Settings,
-    a: str,
-    b: str,
+    a: str | None,
+    b: str | None,
+    everybody: bool,
     levels: tuple[str, ...],
     model: str | None,
     tokens: int,
@@ -66,20 +70,40 @@ def equivalence(
 
     The exit status is 0 if every level that could be judged is within its tolerance, 1 if not.
     """
+    if (b is not None) == everybody or (a is not None) == everybody:
+        raise UsageError("name two targets, or --all", hint="Try `swarmctl equivalence --help`.")
     folder = page and page.absolute().parent
     if folder and not (folder.is_dir() and os.access(folder, os.W_OK)):  # minutes before it is needed
         raise UsageError(f"{page} cannot be written", hint="Choose another --html.")
     # Before NumPy is loaded: with one thread the same machine gives the same bits, and on a busy one sooner.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from swarmnode.equivalence.peers import open_swarm
-    from swarmnode.equivalence.run import run_equivalence
+    from swarmnode.equivalence.matrix import run_matrix
+    from swarmnode.equivalence.peers import Swarm, open_swarm
+    from swarmnode.equivalence.run import Effort, run_equivalence
 
+    effort, own = Effort(tokens, prompts, answer_tokens), model is not None
     with ProgressLine() as progress, _daemon_where_needed(a, b):
-        result = run_equivalence(
-            a, b, levels=levels or LEVELS, model=lambda: _find_model(settings, model, (a, b), progress),
-            own_model=model is not None, tokens=tokens, prompts=prompts, answer_tokens=answer_tokens,
-            progress=progress, swarm=lambda: open_swarm(lambda: settings.socket),
-        )  # fmt: skip
+
+        def swarm() -> Swarm:
+            return open_swarm(lambda: settings.socket)
+
+        def find() -> Path:
+            return _find_model(settings, model, (a, b), progress)
+
+        if a is None or b is None:
+            result = run_matrix(
+                swarm(), levels=levels or LEVELS[:1], model=find, own_model=own, effort=effort, progress=progress
+            )
+        else:
+            result = run_equivalence(
+                a, b, levels=levels or LEVELS, model=find, own_model=own, tokens=tokens, prompts=prompts,
+                answer_tokens=answer_tokens, progress=progress, swarm=swarm,
+            )  # fmt: skip
+    _show(settings, result, page)
+    return 0 if result["pass"] else common.EXIT_NO
+
+
+def _show(settings: Settings, result: dict[str, Any], page: Path | None) -> None:
     if page is not None:
         from swarmnode.equivalence.page import write_page
 
@@ -87,22 +111,22 @@ def equivalence(
     if settings.json:
         common.print_json(result)
     else:
-        from swarmnode.cli.render_equivalence import print_equivalence
+        from swarmnode.cli.render_equivalence import print_equivalence, print_matrix
 
-        print_equivalence(result)
-    return 0 if result["pass"] else common.EXIT_NO
+        (print_matrix if "pairs" in result else print_equivalence)(result)
 
 
-def _daemon_where_needed(*targets: str) -> contextlib.AbstractContextManager[None]:
+def _daemon_where_needed(*targets: str | None) -> contextlib.AbstractContextManager[None]:
     """Where a side is a peer, a missing daemon has the exit status of one."""
     return contextlib.nullcontext() if any(map(_is_peer, targets)) else common.without_daemon()
 
 
-def _is_peer(target: str) -> bool:
-    return target.startswith("peer:")
+def _is_peer(target: str | None) -> bool:
+    """None stands for all peers."""
+    return target is None or target.startswith("peer:")
 
 
-def _find_model(settings: Settings, named: str | None, targets: Sequence[str], progress: ProgressLine) -> Path:
+def _find_model(settings: Settings, named: str | None, targets: Sequence[str | None], progress: ProgressLine) -> Path:
     """The file that models are compared on: the one that was named, or the swarm's where a side is a peer, or the demo.
 
     Raises:

@@ -9,8 +9,10 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from swarmnode.equivalence.page import pair_words
 from swarmnode.printable import printable_line
 
+CLASS_CHARS = 8  # of a numeric class: enough to tell a swarm's apart
 COLUMNS = 120  # where nobody looks
 _NOISE = "llama.cpp's own noise"
 
@@ -46,6 +48,27 @@ def print_equivalence(result: Mapping[str, Any]) -> None:
         else:
             for line in _LINES[level["level"]](level):
                 console.print(f"  {line}")
+
+
+def print_matrix(result: Mapping[str, Any]) -> None:
+    """What `swarmctl equivalence --all` found: a table of pairs, and then why any of them failed."""
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else COLUMNS, highlight=False, markup=False)
+    names = {peer["peer_id"]: printable_line(peer["name"]) for peer in result["peers"]}
+    cells = {frozenset((pair["a"], pair["b"])): pair_words(pair) for pair in result["pairs"]}
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("", *names.values(), "class"):
+        table.add_column(heading, no_wrap=True)
+    for peer in result["peers"]:
+        row = [cells.get(frozenset((peer["peer_id"], other)), "-") for other in names]
+        table.add_row(names[peer["peer_id"]], *row, (peer["numeric_class"] or "not known")[:CLASS_CHARS])
+    console.print(table)
+    for pair in result["pairs"]:
+        for level in pair["levels"]:
+            if not level["pass"]:
+                what = f"{names[pair['a']]}, {names[pair['b']]}, {level['level']}: {WORDS[level['pass']]}"
+                console.print(f"{what}: {printable_line(level['reason'] or '')}")
+    if result["absent"]:
+        console.print(f"not there: {', '.join(map(printable_line, result['absent']))}")
 
 
 def _operators(level: Mapping[str, Any]) -> Table:

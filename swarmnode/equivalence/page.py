@@ -1,4 +1,4 @@
-"""The report as one page without anything from elsewhere: verdicts, the drift's curve, the margins' histogram.
+"""The report as one page without anything from elsewhere: pairs, verdicts, the drift's curve, the margins' histogram.
 
 Names of files and backends are whoever's: everything that is text goes through `escape`.
 """
@@ -19,39 +19,104 @@ _CURVES: Final = (
     ("free", "A and B, routing free", "#8250df"),
     ("noise_floor", "llama.cpp's own noise", "#9a9a9a"),
 )
+_SHADES: Final = {True: "near", False: "far", None: "none"}  # blue, orange, grey: told apart by all eyes
 _STYLE: Final = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
     "table{border-collapse:collapse;font-size:13px}td,th{padding:2px 10px;border-bottom:1px solid #ddd;text-align:left}"
+    ".near{background:#cfe5ff}.far{background:#ffd8a8;font-weight:bold}.none{background:#eee}"
     ".pass{color:#1a7f37}.fail{color:#cf222e;font-weight:bold}text{font:11px system-ui,sans-serif}"
 )
 
 
 def write_page(path: Path, result: Mapping[str, Any]) -> None:
-    """Write what `run_equivalence` gave to `path`, whole or not at all.
+    """Write what `run_equivalence` or `run_matrix` gave to `path`, whole or not at all.
 
     Raises:
         UsageError: it cannot be written there.
     """
     try:
         with replacing(path) as partial:
-            partial.write_text(page_of(result), encoding="utf-8")
+            partial.write_text((page_of_all if "pairs" in result else page_of)(result), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}", hint="Choose another --html.") from error
 
 
 def page_of(result: Mapping[str, Any]) -> str:
+    title = f"{result['a']} and {result['b']}"
+    return _page(title, [f"<p>Model: {escape(result['model'] or 'none')}</p>", *_sections(result)])
+
+
+def page_of_all(result: Mapping[str, Any]) -> str:
+    """All peers: who is in which numeric class, the matrix of pairs, and each pair's own report to be opened."""
+    names = {peer["peer_id"]: escape(peer["name"]) for peer in result["peers"]}
+    groups = [
+        (escape(group["numeric_class"] or "not known"), ", ".join(names[peer] for peer in group["peers"]))
+        for group in result["groups"]
+    ]
+    parts = [
+        f"<p>Model: {escape(result['model'] or 'none')}. {_word(result['pass'])}.</p>",
+        "<h2>Numeric classes</h2>", _table(("class", "peers"), groups),
+        "<h2>Pairs</h2>", _matrix(result, names),
+        "<p>Each cell says whether the pair is within its tolerances, and the largest relative L2 of an operator.</p>",
+    ]  # fmt: skip
+    for pair in result["pairs"]:
+        heading = f"{names[pair['a']]} and {names[pair['b']]}: {_word(pair['pass'])}"
+        body = "\n".join(_sections(pair))
+        parts.append(f"<details><summary>{heading}</summary>{body}</details>")
+    if result["absent"]:
+        parts.append(f"<p>Not there: {escape(', '.join(result['absent']))}</p>")
+    return _page("All peers", parts)
+
+
+def _matrix(result: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """Rows and columns in the order of the groups. Colour says nothing that the words do not."""
+    pairs = {frozenset((pair["a"], pair["b"])): pair for pair in result["pairs"]}
+    head = "".join(f"<th scope=col>{name}</th>" for name in names.values())
+    rows = []
+    for peer, name in names.items():
+        cells = []
+        for other in names:
+            pair = pairs.get(frozenset((peer, other)))
+            shade = "" if pair is None else f' class="{_SHADES[pair["pass"]]}"'
+            cells.append(f"<td{shade}>{'' if pair is None else escape(pair_words(pair))}</td>")
+        rows.append(f"<tr><th scope=row>{name}</th>{''.join(cells)}</tr>")
+    return f"<table><tr><td></td>{head}</tr>{''.join(rows)}</table>"
+
+
+def pair_words(pair: Mapping[str, Any]) -> str:
+    """One pair in a few words, as its cell has it."""
+    verdict = {True: "pass", False: "FAIL", None: "not judged"}[pair["pass"]]
+    ops: list[dict[str, Any]] = next((level["ops"] for level in pair["levels"] if level.get("ops")), [])
+    if not ops:
+        return verdict
+    if all(row["bit_identical"] for row in ops):
+        return f"{verdict}, same bits"
+    return f"{verdict}, {max(float(row['relative_l2']) for row in ops):.0e}"
+
+
+def _page(title: str, parts: Sequence[str]) -> str:
+    head = f"<meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>"
+    body = "\n".join((f"<h1>{escape(title)}</h1>", *parts))
+    return f"<!doctype html><html lang=en><head>{head}</head><body>{body}</body></html>\n"
+
+
+def _sections(result: Mapping[str, Any]) -> list[str]:
+    """One comparison's report."""
     levels = {level["level"]: level for level in result["levels"] if level["tolerance"] is not None}
-    title = escape(f"{result['a']} and {result['b']}")
-    parts = [f"<h1>{title}</h1>", f"<p>Model: {escape(result['model'] or 'none')}</p>", _verdicts(result["levels"])]
+    parts = [_share(side, share) for side, share in result["experts"].items() if share is not None]
+    parts.append(_verdicts(result["levels"]))
     if "op" in levels:
         parts += ["<h2>Operators</h2>", _operators(levels["op"])]
     if "layer" in levels:
         parts += ["<h2>Drift of the residual, relative, by layer</h2>", _drift(levels["layer"])]
     if "decisions" in levels:
         parts += ["<h2>Margins of the likeliest token, and flips</h2>", _margins(levels["decisions"])]
-    body = "\n".join(parts)
-    head = f"<meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
-    return f"<!doctype html><html lang=en><head>{head}</head><body>{body}</body></html>\n"
+    return parts
+
+
+def _share(side: str, share: Mapping[str, Any]) -> str:
+    peer = escape(share["peer"])
+    return f"<p>{side.upper()}: {peer} computed {share['held']} of {share['of']} experts, this machine the others.</p>"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

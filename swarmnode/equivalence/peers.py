@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from backends.experts import F32
-from capabilities.errors import NoDaemon, PeerMistake, UnsupportedModel, UsageError
+from capabilities.errors import NoDaemon, PeerMistake, SwarmError, UnsupportedModel, UsageError
 from capabilities.precision import Verdict
 from swarmnode.comparing import messages
 from swarmnode.comparing.messages import HeldAnswer, Operators, OperatorsAnswer
@@ -103,24 +103,24 @@ class RemotePeer:
     ask: Ask
     sizes: Sizes
     _answers: dict[str, tuple[Operators, OperatorsAnswer]] = field(default_factory=dict)
-    _refused: dict[str, UnsupportedModel] = field(default_factory=dict)
+    _refused: dict[str, SwarmError] = field(default_factory=dict)
     _held: HeldAnswer | None = None
 
     @property
     def computes_rows(self) -> bool:
-        asked, answer = self._of("")
+        asked, answer = self.fetch("")
         return all(answer.results[asked.recipes.index(each)] for each in asked.recipes if each.op == "softmax")
 
     def outputs(self, recipe: Recipe) -> list[F32]:
         """See Target.outputs. UnsupportedModel also where the peer's inputs are not this machine's."""
-        asked, answer = self._of(recipe.type)
+        asked, answer = self.fetch(recipe.type)
         at = asked.recipes.index(recipe)
         if answer.inputs[at] != inputs_hash(recipe.inputs()):
             raise UnsupportedModel(f"{self.row.name} draws other inputs: another version of NumPy")
         return answer.results[at]
 
     def precision(self, kind: str) -> Verdict:
-        return self._of(kind)[1].precision
+        return self.fetch(kind)[1].precision
 
     @property
     def seconds(self) -> float:
@@ -133,8 +133,13 @@ class RemotePeer:
             self._held = messages.decode_held(self.ask(self.row.peer_id, messages.held(self.row.peer_id), b""))
         return self._held
 
-    def _of(self, kind: str) -> tuple[Operators, OperatorsAnswer]:
-        """All operators over one weight type, or those without weights for ""."""
+    def fetch(self, kind: str) -> tuple[Operators, OperatorsAnswer]:
+        """All operators over one weight type, or those without weights for "": asked for once.
+
+        Raises:
+            UnsupportedModel: the peer does not know the weight type.
+            SwarmError: it cannot be reached, is busy, or answered what is no answer.
+        """
         if kind in self._refused:
             raise self._refused[kind]
         if kind not in self._answers:
@@ -147,10 +152,10 @@ class RemotePeer:
                 asked = messages.elements_of(Fields(header, "request"))
             try:
                 answer = messages.decode_operators(self.ask(peer, header, b""), asked)
-            except UnsupportedModel as error:
+            except SwarmError as error:
+                if isinstance(error, PeerMistake):
+                    error = PeerMistake(f"{self.row.name}: {error.message}", peer=peer)
                 self._refused[kind] = error
-                raise
-            except PeerMistake as error:
-                raise PeerMistake(f"{self.row.name}: {error.message}", peer=peer) from None
+                raise error from None
             self._answers[kind] = asked, answer
         return self._answers[kind]

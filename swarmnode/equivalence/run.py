@@ -59,26 +59,21 @@ def run_equivalence(
         SwarmError: a target or the model cannot be used.
     """
     start_library()
-    of_model = any(level != "op" for level in levels)
     known = sizes_of(model()) if own_model and "op" in levels else Sizes()
     one, other = find_target(a, swarm, known), find_target(b, swarm, known)
     effort = Effort(tokens, prompts, answer_tokens)
     found: list[dict[str, Any]] = []
     if "op" in levels:
         found += levels_of_pair(one, other, ("op",), lambda: [op_level(one, other, known, progress)])
-    file, shares = None, _no_shares()
-    if of_model:
-        of_models = compare_models(one, other, levels, model, effort, progress)
-        file, shares = of_models.file, of_models.shares
-        found += of_models.levels
-    elif own_model:
-        file = model()
+    of_models = compare_models(one, other, levels, model, effort, progress)
+    found += of_models.levels
+    file = model() if own_model else of_models.file
     return {
         "a": a,
         "b": b,
         "model": None if file is None else file.name,
         "pass": verdict_of(level["pass"] for level in found),
-        "experts": shares,
+        "experts": of_models.shares,
         "levels": sorted(found, key=lambda level: LEVELS.index(level["level"])),
     }
 
@@ -143,7 +138,8 @@ def compare_models(
                 for side, share in zip("ab", split.shares, strict=True):
                     found.shares[side] = None if share is None else share.figures()
 
-    found.levels = levels_of_pair(a, b, wanted, compute)
+    if wanted:
+        found.levels = levels_of_pair(a, b, wanted, compute)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Final
 
 import numpy as np
@@ -29,6 +30,7 @@ _FACTORY: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _RESERVED: Final = ("reference",)  # no module, whatever stands behind the colon
 _THREADS: Final = 1
 USUAL: Final = Sizes()
+RESULTS_KEPT: Final = 128  # of references, 200 KB each: two of them for every usual weight type and length
 PRECISION_WIDTHS: Final = (1, 33, 512)  # at which a side's own rounding is measured
 
 
@@ -37,6 +39,7 @@ class Target:
     """One side of a comparison.
 
     make: its kernels, on this machine. rows: softmax and norms, None where a target computes experts alone.
+    results: what both compute, where that is kept.
     switches: what would be said of it with one thing changed, by the cause that this changes.
     afar: the peer that computes in place of this machine; `make` is then what stands in for experts that it lacks.
     """
@@ -46,6 +49,7 @@ class Target:
     rows: RowOperators | None = None
     switches: Mapping[str, Target] = field(default_factory=dict)
     afar: RemotePeer | None = None
+    results: Callable[[Recipe], list[F32]] | None = None
 
     @property
     def computes_rows(self) -> bool:
@@ -53,7 +57,9 @@ class Target:
 
     def outputs(self, recipe: Recipe) -> list[F32]:
         """One result for each batch width. UnsupportedModel if it does not know the weight type."""
-        return compute(recipe, self.make, self.rows) if self.afar is None else self.afar.outputs(recipe)
+        if self.afar is not None:
+            return self.afar.outputs(recipe)
+        return compute(recipe, self.make, self.rows) if self.results is None else self.results(recipe)
 
     def precision(self, kind: str) -> Verdict:
         """How its products over weights of a type round, as measured. UnsupportedModel likewise."""
@@ -83,10 +89,20 @@ class _Reference:
             switches[ROUNDING] = _Reference(self.accumulate, not self.rounds).target(switched=True)
             if self.accumulate != "float64":
                 switches[ACCUMULATION] = _Reference("float64", self.rounds).target(switched=True)
-        rows = NumpyRows(np.float64 if self.accumulate == "float64" else np.float32)
-        return Target(
-            self.name, lambda: NumpyExperts(self.accumulate, quantize_activations=self.rounds), rows, switches
-        )
+        return Target(self.name, self.make, self.rows, switches, results=partial(_reference_results, self))
+
+    def make(self) -> NumpyExperts:
+        return NumpyExperts(self.accumulate, quantize_activations=self.rounds)
+
+    @property
+    def rows(self) -> NumpyRows:
+        return NumpyRows(np.float64 if self.accumulate == "float64" else np.float32)
+
+
+@lru_cache(maxsize=RESULTS_KEPT)
+def _reference_results(reference: _Reference, recipe: Recipe) -> list[F32]:
+    """The same for every pair that is held against it."""
+    return compute(recipe, reference.make, reference.rows)
 
 
 _REFERENCES: Final = {
