@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
 
+import numpy as np
+
 from backends.device import Device
 from backends.experts import ExpertBackend, GgmlExperts
 from backends.numpy_reference import NumpyExperts
+from backends.row_operators import GgmlRows, NumpyRows, RowOperators
 from backends.variant_process import KernelProcess
 from capabilities.errors import UsageError
 from swarmnode.config import ComputeConfig
@@ -20,13 +23,15 @@ from swarmnode.kernels.store import launch_of
 class Compute:
     """A backend that can be made afresh for each epoch.
 
-    `rounds_as_ggml_cpu`: it rounds activations as ggml's CPU kernels do, so they may travel rounded already.
+    `rounds_as_ggml_cpu`: it rounds activations as ggml's CPU kernels do, so they may travel rounded already. `rows`:
+    softmax and norms by the same kernels, None where they have none.
     """
 
     make: Callable[[], ExpertBackend]
     name: str
     device: str
     rounds_as_ggml_cpu: bool
+    rows: RowOperators | None = None
 
 
 class BackendFactory(Protocol):
@@ -64,8 +69,9 @@ def choose_compute(config: ComputeConfig, threads: int) -> Compute:
     if config.kernel:
         launch = launch_of(config.kernel)
         process = KernelProcess(launch, threads=threads)
-        return Compute(process.experts, launch.name, launch.meaning, launch.is_cpu)
+        return Compute(process.experts, launch.name, launch.meaning, launch.is_cpu, process)
     if config.backend == "numpy":
-        return Compute(lambda: NumpyExperts("float32"), "numpy-f32", "NumPy", False)
+        return Compute(lambda: NumpyExperts("float32"), "numpy-f32", "NumPy", False, NumpyRows(np.float32))
     device = Device(config.device, threads=threads)
-    return Compute(lambda: GgmlExperts(device), device.name, device.info.description, device.info.is_cpu)
+    info, rows = device.info, GgmlRows(device)
+    return Compute(lambda: GgmlExperts(device), device.name, info.description, info.is_cpu, rows)

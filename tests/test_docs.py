@@ -154,7 +154,8 @@ def fault_of(words: Sequence[str], whole: bool) -> str | None:
         return error.format_message()
     if extra:
         return f"too many arguments: {extra}"
-    missing = [p.name for p in command.params if isinstance(p, click.Argument) and not isinstance(values[p.name], str)]
+    needed = [] if values.get("everybody") else [p for p in command.params if isinstance(p, click.Argument)]  # --all
+    missing = [p.name for p in needed if not isinstance(values[p.name], str)]
     return f"arguments are missing: {missing}" if missing and (whole or rest) else None
 
 

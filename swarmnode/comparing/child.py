@@ -16,17 +16,14 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from backends.child import Report, run_child
-from backends.experts import GgmlExperts
 from backends.ggml import allow_wide_kernels
 from backends.llama import start_library
 from backends.measure import measure_precision
-from backends.row_operators import GgmlRows, NumpyRows, RowOperators
+from backends.variant_process import KernelProcess
 from capabilities.precision import Verdict
 from swarmnode.comparing.messages import Operators
-from swarmnode.compute import Compute, choose_compute
+from swarmnode.compute import choose_compute
 from swarmnode.config import ComputeConfig
 from swarmnode.equivalence.recipes import Recipe, compute, inputs_hash, joined, type_of
 from swarmnode.equivalence.targets import PRECISION_WIDTHS
@@ -58,7 +55,7 @@ def work(ordered: dict[str, Any]) -> dict[str, Any]:
     config, threads = ComputeConfig(**ordered["compute"]), ordered["threads"]
     made = choose_compute(config, threads)
     recipes = [Recipe(op, kind, length, tuple(widths)) for op, kind, length, widths in ordered["recipes"]]
-    verdict, rows = Verdict(), _rows_of(config, made)
+    verdict, rows = Verdict(), made.rows
     if ordered["type"]:
         backend = made.make()
         verdict = measure_precision(backend, type_of(ordered["type"]), PRECISION_WIDTHS)
@@ -70,6 +67,8 @@ def work(ordered: dict[str, Any]) -> dict[str, Any]:
             done.append(int(recipe.op in ("matmul", "swiglu") or rows is not None))
             if done[-1]:
                 file.write(joined(compute(recipe, made.make, rows)))
+    if isinstance(rows, KernelProcess):
+        rows.close()  # so that its time counts
     return {
         "done": done,
         **{f"inputs_{index}": found for index, found in enumerate(hashes)},
@@ -79,17 +78,10 @@ def work(ordered: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rows_of(config: ComputeConfig, made: Compute) -> RowOperators | None:
-    """Softmax and norms of the same kernels; None where a backend of somebody's own computes experts alone."""
-    if config.factory:
-        return None
-    backend = made.make()
-    return GgmlRows(backend.device) if isinstance(backend, GgmlExperts) else NumpyRows(np.float32)
-
-
 def _seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    """Of computing, kernels' processes included."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def main() -> int:
