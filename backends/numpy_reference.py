@@ -94,11 +94,16 @@ class NumpyExperts:
             self.unload_layer(layer)
 
     def compute(self, layer: int, x: F32, tokens: I32, experts: I32, *, ask_f32: bool = False) -> F32:
+        with np.errstate(over="ignore"):
+            return self.unrounded(layer, x, tokens, experts).astype(np.float32, copy=False)
+
+    def unrounded(self, layer: int, x: F32, tokens: I32, experts: I32) -> Rows:
+        """The same rows [R, n_out] before they are rounded to single precision: float64 from `float64`."""
         held = self._layers.get(layer)
         if held is None:
             raise not_held(layer)
         check_rows(held.spec, held.places, x, tokens, experts)
-        out = np.empty((len(experts), held.spec.n_out), np.float32)
+        out = np.empty((len(experts), held.spec.n_out), self._dtype)
         with np.errstate(over="ignore", invalid="ignore"):  # half precision overflows: that is what it is here to show
             for expert in np.unique(experts).tolist():
                 rows = np.flatnonzero(experts == expert)

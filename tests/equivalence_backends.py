@@ -9,6 +9,7 @@ from backends.experts import F32, I32, GgmlExperts
 from backends.numpy_reference import NumpyExperts
 
 WIDE = 32  # rows of a batch
+IN_STEP = 0.01  # of a row's root mean square
 
 
 class OffByAThousandth(GgmlExperts):
@@ -41,3 +42,15 @@ class HalfWhenWide(NumpyExperts):
     def compute(self, layer: int, x: F32, tokens: I32, experts: I32, *, ask_f32: bool = False) -> F32:
         self._accumulate = "float16" if len(x) > WIDE else "float64"
         return super().compute(layer, x, tokens, experts, ask_f32=ask_f32)
+
+
+class AlwaysTheSameWay(GgmlExperts):
+    """Every result is off by a little, and always in the same direction: errors that add up in step over the layers."""
+
+    def __init__(self, *, threads: int) -> None:
+        super().__init__(Device("CPU", threads=threads))
+
+    def compute(self, layer: int, x: F32, tokens: I32, experts: I32, *, ask_f32: bool = False) -> F32:
+        y = super().compute(layer, x, tokens, experts, ask_f32=ask_f32)
+        size = np.sqrt((y * y).mean(axis=1, keepdims=True))
+        return y + np.float32(IN_STEP) * size

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from tests.tiny_models import N_EXPERT, TinyWriter
 
 Kind = tuple[str, Callable[[TinyWriter], None]]
@@ -27,6 +29,33 @@ def write_tiny_model(path: Path, kind: str, seed: int = 0, quantisation: str = "
 def write_olmoe(path: Path, n_layers: int, *, quantisation: str = "f32", widths: tuple[int, int] | None = None) -> Path:
     """The kind `olmoe` with so many layers, and with other widths (of the model and of an expert)."""
     return _write(path, "olmoe", lambda writer: _olmoe(writer, n_layers), quantisation=quantisation, widths=widths)
+
+
+def write_deep(path: Path, n_layers: int = 49, *, quantisation: str = "q8_0") -> Path:
+    """A deep `olmoe` whose residual grows from layer to layer as a trained model's does (see `GROWTH`)."""
+    return _write(path, "olmoe", lambda writer: _deep(writer, n_layers), quantisation=quantisation, widths=(128, 64))
+
+
+# The residual's root mean square by depth, from the first layer to the last: what the demo model's (SmolLM2) was
+# measured to be, growing fast at first, slowly in the middle, and fast again.
+GROWTH = (1.65, 3.08, 3.66, 4.06, 4.81, 5.59, 5.68, 6.4, 7.54, 8.35, 9.94, 13.86, 19.57, 23.21, 36.86)
+_DEEP_BLOCK = 0.9  # the root mean square of what one layer of `_deep` adds with a gain of one
+
+
+def _deep(w: TinyWriter, n_layers: int) -> None:
+    """As `_olmoe`, but each layer adds just as much as lets the residual follow GROWTH."""
+    w.keys(n_layers, feed_forward_length=w.ff)
+    w.embeddings()
+    sizes = np.interp(np.linspace(0, len(GROWTH) - 1, n_layers), np.arange(len(GROWTH)), GROWTH)
+    for layer, added in enumerate(np.sqrt(np.diff(np.square(sizes), prepend=0.0))):
+        block, gain = f"blk.{layer}.", float(added) / _DEEP_BLOCK
+        w.norms(block, "attn_norm", "attn_q_norm", "attn_k_norm", "ffn_norm")
+        for name, factor in (("attn_q", 1.0), ("attn_k", 1.0), ("attn_v", 1.0), ("attn_output", gain)):
+            w.matrix(f"{block}{name}", w.width, w.width, gain=factor)
+        w.router(block)
+        for name in ("gate", "up"):
+            w.matrix(f"{block}ffn_{name}_exps", w.width, w.ff, N_EXPERT)
+        w.matrix(f"{block}ffn_down_exps", w.ff, w.width, N_EXPERT, gain=2 * gain)
 
 
 def _write(
