@@ -1,4 +1,4 @@
-"""Figures behind the invariants, on the demo model by default: `python -m tests.measure_invariants [MODEL] [--tokens N]`.
+"""Figures behind the invariants, of the demo model unless another is named: `python -m tests.measure_invariants`.
 
 It prints what docs/equivalence.md says of routers left to themselves, of the leader's rounding, of sums over experts,
 of margins, and of depth. One thread, a few minutes.
@@ -65,9 +65,10 @@ def routers(path: Path, a: dict[int, LayerRows], b: dict[int, LayerRows]) -> Non
     for layer in sorted(a):
         found = figures.self_routed(path, layer, a[layer], b[layer])
         at_boundary = found.gaps <= 2 * found.moved
+        beyond = int((found.changed & ~at_boundary).sum())
         print(
             f"layer {layer}: {found.changed.mean():.2%} of {len(found.changed)} sets change; the gap to the next "
-            f"expert is reached at {at_boundary.mean():.1%}, beyond it {int((found.changed & ~at_boundary).sum())} change"
+            f"expert is reached at {at_boundary.mean():.1%}, beyond it {beyond} change"
         )
 
 
