@@ -23,6 +23,7 @@ liveness     which peers still answer
 advert_book  who is in the swarm, by what peers say of themselves: the newest word of each, suspect, gone
 advert_pace  when this node speaks of itself; own_word is its numbering, and whether somebody else uses its name
 advert_findings   clocks, versions, addresses and copied identities that are wrong, by name
+availability      whether a volunteer's machine is to work now
 own_time, rates   a clock that leaves out this process's sleep; how often somebody may
 allowance    how much of this machine's time others may have for comparisons
 election     who leads, one object for each backbone peer: its parts are voter, candidacy, leadership and the

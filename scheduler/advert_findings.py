@@ -35,6 +35,8 @@ class FindingKind(StrEnum):
     """This node itself, by the owner's word."""
     NO_VOTE = "no_vote"
     """A backbone peer that can neither vote nor lead."""
+    PAUSED = "paused"
+    """This node itself, by its configuration's limits."""
     HTTP_ADDRESS = "http_address"
     """This node's HTTP interface cannot listen."""
 

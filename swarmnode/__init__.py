@@ -25,6 +25,7 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
 
     compute                                             the expert backend that the configuration names
     machine_parts                                       all that a daemon has of its machine
+    availability                                        power, network, use of the machine: whether to work now
     measuring, measure_child, measured                  what it really does: asked of its kernels, in a child process
     self_description                                    what this node's advert says
     config, paths, logs, identity, durable, threads     what a daemon has on its machine (printable, version, machine,

@@ -20,6 +20,7 @@ from multiaddr import Multiaddr
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from capabilities.errors import UsageError
+from scheduler.availability import Window
 from swarmnode.http_address import check_host, check_key, check_listen, check_origin, http_address
 
 CONFIG_BYTES_MAX = 1 << 20
@@ -51,6 +52,21 @@ def _check_address(value: str, pattern: str, example: str) -> str:
         raise ValueError(f"must be an address such as {example}") from error
     if not re.fullmatch(pattern, value):
         raise ValueError(f"must be a TCP address such as {example}")
+    return value
+
+
+def _check_hours(value: tuple[str, ...]) -> tuple[str, ...]:
+    for text in value:
+        try:
+            Window.parse(text)
+        except UsageError as error:
+            raise ValueError(f"holds {error.message}") from None
+    return value
+
+
+def _check_mbit(value: float) -> float:
+    if 0 < value < 1:
+        raise ValueError("must be 0 (no limit) or at least 1: whoever fetches gives up on a slower source")
     return value
 
 
@@ -224,6 +240,36 @@ class ComputeConfig(_Section):
     and for tests. What is named here runs with all rights of the daemon."""
 
 
+class LimitsConfig(_Section):
+    """When and how much this machine works for the swarm. While it may not, its experts go to others and it does not
+    lead; `swarmctl status` says why. Prompts can be asked all the time. Memory and disk have theirs under [node]."""
+
+    hours: Annotated[tuple[str, ...], AfterValidator(_check_hours), Field(strict=False, max_length=32)] = ()
+    """Local times to work in, as ["22:00-07:00", "sat,sun 00:00-24:00"]. Empty: always."""
+
+    idle_minutes: Annotated[float, Field(ge=0, le=1440)] = 0.0
+    """Work only after nobody has used the machine for so long. 0: also beside its user, at low priority."""
+
+    on_battery: bool = False
+    """Work on battery, too."""
+
+    on_metered: bool = False
+    """Work where the network costs by the byte, too (as NetworkManager says)."""
+
+    cpu_percent: Annotated[float, Field(ge=1, le=100)] = 100.0
+    """Share of the time in which experts are computed: the kernels rest after each dispatch. Fewer threads ([compute]
+    threads) leave cores free instead."""
+
+    upload_mbit: Annotated[float, Field(ge=0, le=1e6), AfterValidator(_check_mbit)] = 0.0
+    """Experts and trunks sent to others, in Mbit/s. 0: no limit. What a token takes is small and not held back."""
+
+    download_mbit: Annotated[float, Field(ge=0, le=1e6), AfterValidator(_check_mbit)] = 0.0
+    """Experts and trunks fetched, in Mbit/s. 0: no limit."""
+
+    def windows(self) -> tuple[Window, ...]:
+        return tuple(map(Window.parse, self.hours))
+
+
 class RequestsConfig(_Section):
     """What this node keeps of the prompts that it asks. Only its own; leaders and workers keep nothing."""
 
@@ -298,6 +344,7 @@ class Config(_Section):
     swarm: SwarmConfig = SwarmConfig()
     leader: LeaderConfig = LeaderConfig()
     compute: ComputeConfig = ComputeConfig()
+    limits: LimitsConfig = LimitsConfig()
     requests: RequestsConfig = RequestsConfig()
     api: ApiConfig = ApiConfig()
     log: LogConfig = LogConfig()

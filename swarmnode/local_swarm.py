@@ -38,6 +38,10 @@ def _silent(_step: str, _done: int, _total: int) -> None:
     pass
 
 
+_ALWAYS: Final[dict[str, dict[str, Any]]] = {"limits": {"on_battery": True, "on_metered": True}}
+"""Somebody waits for what such a swarm does."""
+
+
 @dataclass
 class LocalNode:
     """One daemon."""
@@ -104,7 +108,7 @@ class LocalNode:
         """The configuration file, as the daemon reads it when it starts (again)."""
         self.folder.mkdir(parents=True, exist_ok=True)
         config = self.folder / "config.toml"
-        config.write_text(_toml(self.settings))
+        config.write_text(_toml(_merge(_ALWAYS, self.settings)))
         return config
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:

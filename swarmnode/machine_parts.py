@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 import psutil
 import trio
 
+from swarmnode.availability import AvailabilityWatch, conditions
 from swarmnode.compute import Compute, choose_compute
 from swarmnode.config import Config
 from swarmnode.machine import machine_name
 from swarmnode.measuring import Measuring
 from swarmnode.member_messages import WIRE_VERSION, Hello
 from swarmnode.paths import Paths, shared_cache_folder
+from swarmnode.shards.pace import Pace
 from swarmnode.shards.store import ShardCache
 from swarmnode.status import NodeFacts
 from swarmnode.version import VERSION
@@ -34,6 +36,7 @@ class MachineParts:
     measuring: Measuring
     facts: NodeFacts
     host: str
+    availability: AvailabilityWatch
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @classmethod
@@ -42,7 +45,8 @@ class MachineParts:
         compute = choose_compute(config.compute, threads)
         budget = config.node.memory_bytes(psutil.virtual_memory().available)
         disk = config.node.disk_bytes(psutil.disk_usage(str(paths.shards)).free)
-        cache = await trio.to_thread.run_sync(ShardCache, paths.shards, disk)
+        downloads = Pace.of_mbit(config.limits.download_mbit)
+        cache = await trio.to_thread.run_sync(ShardCache, paths.shards, disk, downloads)
         folder = shared_cache_folder() / "measurements"
         return cls(
             paths,
@@ -52,6 +56,7 @@ class MachineParts:
             Measuring(config.compute, compute, threads, folder, fast=config.leader.fast),
             NodeFacts.of(config, compute.name, compute.device, threads, budget),
             config.node.host or await trio.to_thread.run_sync(machine_name, paths.data),
+            AvailabilityWatch(conditions(config.limits)),
         )
 
     @property

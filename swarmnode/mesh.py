@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from capabilities.advert import LOAD_MAX
 from capabilities.verdict import Verdict
@@ -26,6 +26,7 @@ class SwarmMesh:
         measured: Callable[[], Measured],
         leader: Callable[[], str | None],
         load: Callable[[], int],
+        paused: Callable[[], Sequence[str]],
         cannot_vote: Callable[[], Mapping[str, str]],
         verdict_of: Callable[[str], Verdict | None],
     ) -> None:
@@ -35,6 +36,7 @@ class SwarmMesh:
         self._measured = measured
         self._leader = leader
         self._load = load
+        self._paused = paused
         self._cannot_vote = cannot_vote
         self._verdict_of = verdict_of
 
@@ -64,6 +66,10 @@ class SwarmMesh:
     def findings(self) -> list[Status]:
         adverts = self._adverts()
         found = [_no_vote(peer, why) for peer, why in self._cannot_vote().items()]
+        if why := self._paused():
+            message = f"it holds no experts and does not lead now: {'; '.join(why)}"
+            hint = "It takes part again by itself. [limits] in its configuration says when; prompts can be asked."
+            found.append(Finding(FindingKind.PAUSED, self._me, message, hint))
         if adverts is not None:
             found += adverts.findings()
         return [dict(finding.to_json()) for finding in found]

@@ -148,7 +148,8 @@ class ModelKeeper:
         def progress(done: int, total: int) -> None:
             self.state = KeeperState(wanted, "trunk", done, total)
 
-        await fetch_trunk(self._network, sources, manifest, folder / TRUNK, progress, budget_bytes=budget)
+        trunk, pace = folder / TRUNK, self._cache.downloads
+        await fetch_trunk(self._network, sources, manifest, trunk, progress, budget_bytes=budget, pace=pace)
         self.state = KeeperState(wanted, "checking", manifest.trunk.size, manifest.trunk.size)
         command = [sys.executable, "-m", "backends.check_trunk", str(folder)]
         await run_child(command, f"the trunk of {manifest.name}", lambda step, done, total: None)

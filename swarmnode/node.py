@@ -89,6 +89,8 @@ class Node:
         """Take part in whatever swarm the record names, from now on. Never ends by itself."""
         async with trio.open_nursery() as machine:
             machine.start_soon(self._parts.measuring.run)
+            await self._parts.availability.look()
+            machine.start_soon(self._parts.availability.run)
             while True:
                 self._changed = trio.Event()
                 if self._store.record is None:

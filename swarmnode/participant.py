@@ -54,6 +54,7 @@ from swarmnode.net.interface import Network, PeerId
 from swarmnode.pinger import serve_pings
 from swarmnode.self_description import Memory, SelfDescription
 from swarmnode.shards.borrowing import Borrowing
+from swarmnode.shards.pace import Pace
 from swarmnode.shards.service import ShardService
 from swarmnode.shards.serving import Serving
 from swarmnode.status import LeaderStatus, Status
@@ -105,7 +106,15 @@ class Participant:
         self.verdicts = Verdicts(store, identity, self._mandate)
         self.watch = LeaderWatch(network, store, self.dialer, self.leadership)
         self.asker = FollowingAsker(network, self.watch)
-        self.worker = Worker(network, self.watch, self._hello, parts.cache, parts.budget_bytes, parts.compute.make)
+        self.worker = Worker(
+            network,
+            self.watch,
+            self._hello,
+            parts.cache,
+            parts.budget_bytes,
+            parts.compute.make,
+            config.limits.cpu_percent / 100,
+        )
         self.trunks = Trunks(config.leader, parts.threads)
         self.protocols = LeaderProtocols(network, lambda: self.watch.leader, self.members_only)
         choice = ModelChoice(parts.paths.data / "model", config.leader.model, record.swarm)
@@ -128,6 +137,7 @@ class Participant:
             lambda: parts.measuring.current,
             leader=lambda: _peer(self.watch),
             load=self.worker.load,
+            paused=lambda: parts.availability.reasons,
             cannot_vote=lambda: self.watch.cannot_vote,
             verdict_of=self.verdicts.verdict_of,
         )
@@ -141,7 +151,7 @@ class Participant:
             memory=lambda: Memory(self.worker.bytes_held, parts.budget_bytes),
             held=self.worker.held,
             measured=lambda: parts.measuring.current,
-            policy=lambda: Policy(draining=self._draining),
+            policy=self._policy,
         )
 
     async def run(self) -> None:
@@ -167,13 +177,14 @@ class Participant:
             await nursery.start(self.watch.run)
             self.leadership.register()
             self.admission.register(self._network)
-            ShardService(self._serving.find).register(self.members_only)
+            ShardService(self._serving.find, Pace.of_mbit(self._config.limits.upload_mbit)).register(self.members_only)
             serve_pings(self._network)
             serve_status(self.members_only, self._answer)
             CompareService(self._network, self._work, self._is_backbone).register(self.members_only)
             nursery.start_soon(self.candidate.run)
             nursery.start_soon(self._lead)
             nursery.start_soon(self._renew)
+            nursery.start_soon(self._follow_availability)
             nursery.start_soon(self._measure_the_model)
 
     async def goodbye(self) -> None:
@@ -402,13 +413,35 @@ class Participant:
     async def drain(self, on: bool) -> Status:
         """Hold nothing more, and lead no longer than until another peer does, if one can; or take part again."""
         self._draining = on
+        await self._apply_policy()
+        return {"draining": self._policy().draining}
+
+    async def _apply_policy(self) -> None:
+        on = self._policy().draining
         self.worker.set_draining(on)
         self.candidate.set_draining(on)
         if on and self.leader is not None:
             await self.election.hand_over()
         if self._adverts is not None:
             self._adverts.changed()
-        return {"draining": on}
+
+    def _policy(self) -> Policy:
+        availability = self._parts.availability
+        return Policy(
+            draining=self._draining or bool(availability.reasons),
+            battery=availability.last.battery is True,
+            metered=availability.last.metered is True,
+        )
+
+    async def _follow_availability(self) -> None:
+        """Let go of experts while this machine is not to work, and take them back after."""
+        applied = False
+        while True:
+            changed, paused = self._parts.availability.changed, bool(self._parts.availability.reasons)
+            if paused is not applied:
+                applied = paused
+                await self._apply_policy()
+            await changed.wait()
 
     async def use_model(self, name: str) -> Status:
         return await self.candidate.use(name)

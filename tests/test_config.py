@@ -60,7 +60,7 @@ def test_budgets_follow_the_machine_unless_given() -> None:
     [
         ("[leader]\ncontex_tokens = 3", "[leader] contex_tokens is no known key; did you mean context_tokens?"),
         ("[leder]\nmodel = 'x'", "[leder] is no known section; did you mean leader?"),
-        ("a = 1", "[a] is no known section; known are node, swarm, leader, compute, requests, api, log"),
+        ("a = 1", "[a] is no known section; known are node, swarm, leader, compute, limits, requests, api, log"),
         ("[leader]\nparallel = '8'", "[leader] parallel must be a whole number, not '8'"),
         ("[leader]\nparallel = true", "[leader] parallel must be a whole number, not True"),
         ("[leader]\nparallel = 0", "[leader] parallel must be at least 1, not 0"),

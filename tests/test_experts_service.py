@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -54,6 +55,9 @@ def expert_set(
     return ExpertSet(term, epoch, "manifest", {LAYER.layer: held}, backend, layers, nbytes, loaded)
 
 
+SLOW_S = 0.02
+
+
 class FarBackend(FakeBackend):
     """Its computations wait for another process."""
 
@@ -65,6 +69,14 @@ class FarBackend(FakeBackend):
 
     def compute(self, *arguments: Any, **asked: Any) -> F32:
         self.threads.add(threading.get_ident())
+        return super().compute(*arguments, **asked)
+
+
+class SlowBackend(FakeBackend):
+    """It computes for a while."""
+
+    def compute(self, *arguments: Any, **asked: Any) -> F32:
+        time.sleep(SLOW_S)
         return super().compute(*arguments, **asked)
 
 
@@ -393,6 +405,18 @@ async def test_room_is_made_before_another_set_is_loaded(budget: int, current_st
     await epochs.drop()
     assert (epochs.current, epochs.prepared) == (None, None)
     assert backend_of(current).closed
+
+
+async def test_kernels_rest_for_the_share_of_time_that_is_not_theirs() -> None:
+    async with lab() as it:
+        assert it.epochs.current is not None
+        slow = it.epochs.current.backend = SlowBackend()
+        slow.layers[LAYER.layer] = (LAYER, HELD)
+        it.service.cpu_share = 0.25
+        begin = trio.current_time()
+        for _ in range(3):
+            await it.check()
+        assert trio.current_time() - begin >= SLOW_S * (3 + 2 * 3)  # three times at work, twice at rest
 
 
 async def test_a_backend_in_another_process_never_holds_up_the_event_loop() -> None:

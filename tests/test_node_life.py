@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,30 @@ def test_an_invited_node_becomes_a_worker(nodes: dict[str, LocalNode]) -> None:
     wait_until(carried, 20)
     assert len(second.call("ask", **ask("Hello", 8, ignore_eos=True))["tokens"]) == 8
     assert "only its peers lead" in failure(lambda: second.call("model_add", path="/x.gguf")).message
+
+
+def test_outside_of_its_hours_a_node_holds_nothing_and_asks_on(nodes: dict[str, LocalNode]) -> None:
+    first, second = nodes.values()
+    hour = (time.localtime().tm_hour + 12) % 24
+
+    def restarted(**limits: Any) -> None:
+        second.kill()
+        second.settings = {**second.settings, "limits": limits}
+        second.start()
+        second.wait_up()
+
+    def carries() -> bool:
+        rows = {row["name"]: row for row in first.status()["peers"]}
+        return first.status()["ready"] and rows["second"]["experts_held"] > 0
+
+    restarted(hours=[f"{hour:02}:00-{hour:02}:01"])
+    (found,) = wait_until(lambda: [each for each in second.status()["findings"] if each["kind"] == "paused"], 20)
+    assert "not its hours" in found["message"]
+    wait_until(lambda: first.status()["ready"] and not carries(), 30)
+    wait_until(lambda: second.status()["ready"], 20)
+    assert len(second.call("ask", **ask("Hello", 8, ignore_eos=True))["tokens"]) == 8
+    restarted()
+    wait_until(carries, 30)
 
 
 def test_a_copied_data_folder_is_named_on_all_sides(nodes: dict[str, LocalNode], tmp_path: Path) -> None:

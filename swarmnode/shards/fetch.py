@@ -58,7 +58,7 @@ async def fetch_experts(
     patience = limits.SHARD_FETCH_PATIENCE_SECONDS if patience_seconds is None else patience_seconds
     jobs = _jobs(manifest, wanted)
     with cache.keep(job.digest for job in jobs):
-        await Fetch(network, manifest.id, _IntoCache(cache), progress).run(jobs, sources, patience)
+        await Fetch(network, manifest.id, _IntoCache(cache), progress, cache.downloads).run(jobs, sources, patience)
 
 
 def _jobs(manifest: Manifest, wanted: Mapping[int, Sequence[int]]) -> list[Job]:

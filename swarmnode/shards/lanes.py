@@ -27,6 +27,7 @@ from swarmnode.shards.messages import (
     decode_chunk,
     encode_request,
 )
+from swarmnode.shards.pace import Pace
 from swarmnode.shards.store import CacheError
 from swarmnode.wire import read_frame
 
@@ -103,10 +104,13 @@ def _range(part: ExpertPart | TrunkPart, offset: int, length: int) -> ExpertRang
 class Fetch:
     """One fetch: the plan, its lanes, and what they share."""
 
-    def __init__(self, network: Network, model: str, goal: Goal, progress: Progress | None) -> None:
+    def __init__(
+        self, network: Network, model: str, goal: Goal, progress: Progress | None, pace: Pace | None = None
+    ) -> None:
         self.network = network
         self.model = model
         self.goal = goal
+        self.pace = Pace() if pace is None else pace
         self.plan = FetchPlan((), (), 0.0)
         self.failure: SwarmError | None = None
         self._progress = progress
@@ -271,6 +275,7 @@ class _Lane:
             with trio.fail_after(limits.SHARD_CHUNK_SECONDS_MAX):
                 frame = await read_frame(self._stream, limits.SHARDS_REPLY)
             data, _ = decode_chunk(frame, end - part.size + part.offset, end)
+            await self._fetch.pace.spend(len(data))
             await trio.to_thread.run_sync(part.write, data)
             self._fetch.plan.received(transfer, len(data), trio.current_time())
             self._fetch.has(job, part.offset)

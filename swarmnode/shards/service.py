@@ -23,6 +23,7 @@ from capabilities.errors import Internal, ModelNotFound, Overloaded, PeerMistake
 from swarmnode import limits
 from swarmnode.net.interface import ServesProtocols, Stream, StreamClosed
 from swarmnode.shards.messages import PROTOCOL, ExpertRange, TrunkRange, decode_request, encode_chunk, encode_refusal
+from swarmnode.shards.pace import Pace
 from swarmnode.wire import read_frame
 
 _log = structlog.get_logger(__name__)
@@ -54,8 +55,10 @@ class ShardServiceStatistics:
 class ShardService:
     """Answers for the models that `find(manifest id)` knows at the moment of a request. `find` runs in a thread."""
 
-    def __init__(self, find: Callable[[str], ServedModel | None]) -> None:
+    def __init__(self, find: Callable[[str], ServedModel | None], uploads: Pace | None = None) -> None:
+        """uploads: how fast experts and trunks may go out, to all peers together; None: as they are taken."""
         self._find = find
+        self._uploads = Pace() if uploads is None else uploads
         self._reads = trio.CapacityLimiter(limits.SHARD_READS_MAX)
         self.statistics = ShardServiceStatistics()
 
@@ -129,6 +132,7 @@ class ShardService:
 
         for offset in range(begin, end, limits.SHARD_CHUNK_BYTES):
             chunk = await self._in_thread(partial(framed, offset))
+            await self._uploads.spend(len(chunk))
             with trio.fail_after(limits.SEND_SECONDS_MAX):
                 await stream.send(chunk)
             self.statistics.bytes_sent += len(chunk)

@@ -27,6 +27,7 @@ from typing import Final
 
 from backends.manifest import LayerExperts, Manifest
 from capabilities.errors import ExpertsUnavailable, SwarmError
+from swarmnode.shards.pace import Pace
 
 _PART: Final = ".part"
 _REHASH_BYTES: Final = 1024 * 1024
@@ -80,9 +81,13 @@ class _Entry:
 class ShardCache:
     """Experts by content hash (32 bytes), within `budget_bytes` of disk; the least recently used go first."""
 
-    def __init__(self, root: Path, budget_bytes: int) -> None:
-        """Scan `root` (made if missing), oldest use first; a folder over its budget shrinks with the next expert."""
+    def __init__(self, root: Path, budget_bytes: int, downloads: Pace | None = None) -> None:
+        """Scan `root` (made if missing), oldest use first; a folder over its budget shrinks with the next expert.
+
+        downloads: how fast experts, and trunks beside them, may come in; None: as they come.
+        """
         self.root = root
+        self.downloads = Pace() if downloads is None else downloads
         self.budget_bytes = budget_bytes
         self._lock = threading.Lock()
         self._kept: Counter[bytes] = Counter()

@@ -23,6 +23,7 @@ from swarmnode import limits
 from swarmnode.net.interface import Network, PeerId
 from swarmnode.shards.fetch_plan import ExpertPart, Job, TrunkPart
 from swarmnode.shards.lanes import Fetch, Progress
+from swarmnode.shards.pace import Pace
 from swarmnode.shards.store import CacheError, disk_errors
 
 _PART: Final = ".part"
@@ -38,6 +39,7 @@ async def fetch_trunk(
     *,
     budget_bytes: int,
     patience_seconds: float | None = None,
+    pace: Pace | None = None,
 ) -> None:
     """Have the trunk of `manifest` at `path`, whole, right and on disk; from up to SHARD_SOURCES_MAX sources.
 
@@ -54,7 +56,7 @@ async def fetch_trunk(
     try:
         pieces = enumerate(manifest.trunk.pieces)
         jobs = [Job(digest, manifest.trunk.piece_bytes(index), TrunkPart(index)) for index, digest in pieces]
-        await Fetch(network, manifest.id, draft, progress).run(jobs, sources, patience)
+        await Fetch(network, manifest.id, draft, progress, pace).run(jobs, sources, patience)
         whole = hashlib.sha256()
         for job in jobs:
             await trio.to_thread.run_sync(draft.add_to, whole, job)

@@ -11,6 +11,7 @@ cores. A dispatch that breaks the protocol gets a typed failure and is counted; 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -78,8 +79,11 @@ class ExpertsService:
 
     epochs: Epochs
     view: LeaderView
+    cpu_share: float = 1.0
+    """Of the time in which kernels may run: they rest after each dispatch for the remainder."""
     statistics: ExpertsStatistics = field(default_factory=ExpertsStatistics)
     _running: dict[str, _Running] = field(default_factory=dict)
+    _rested_at: float = -math.inf
 
     def register(self, network: Network) -> None:
         network.serve(PROTOCOL, self.handle, max_streams_per_peer=limits.EXPERTS_STREAMS_PER_PEER_MAX)
@@ -151,6 +155,8 @@ class ExpertsService:
         return partial(self._send, stream, answer)
 
     def _is_short(self, head: DispatchHead) -> bool:
+        if self.cpu_share < 1:
+            return False  # it may have to rest first
         held = self.epochs.find(head.term, head.epoch)
         if held is not None and getattr(held.backend, "waits_for_process", False):
             return False  # a call to another process takes as long as that likes
@@ -161,11 +167,14 @@ class ExpertsService:
         try:
             held, dispatch = self._prepare(head, frame)
             async with self.epochs.computing:
+                await trio.sleep_until(self._rested_at)
                 if not self.epochs.holds(held):
                     reason = f"epoch {head.term}.{head.epoch} ended while the dispatch waited"
                     raise PeerMistake(reason, layer=head.layer)
                 started = time.perf_counter()
                 y = await trio.to_thread.run_sync(_compute, held, dispatch)
+                worked = time.perf_counter() - started
+                self._rested_at = trio.current_time() + worked * (1 / self.cpu_share - 1)
             answer = self._reply(head, y, started)
         except Exception as error:
             answer = self._failure(stream.peer, head, error)

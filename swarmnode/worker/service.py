@@ -41,11 +41,15 @@ class Worker:
         cache: ShardCache,
         memory_budget_bytes: int,
         make_backend: Callable[[], ExpertBackend],
+        cpu_share: float = 1.0,
     ) -> None:
-        """`hello` says what there is to say of this node; which sets it holds is filled in here."""
+        """`hello` says what there is to say of this node; which sets it holds is filled in here.
+
+        cpu_share: of the time in which experts are computed (experts_service.py).
+        """
         self.view = view
         self.epochs = Epochs()
-        self.experts = ExpertsService(self.epochs, view)
+        self.experts = ExpertsService(self.epochs, view, cpu_share)
         self.load = LoadMeter(lambda: self.experts.statistics.compute_us, time.monotonic)
         self.watch = PeerWatch(network)
         self._loader = Loader(network, cache, self.epochs, memory_budget_bytes, make_backend)
