@@ -58,6 +58,11 @@ class Choice:
     tokens: list[Token] = field(default_factory=list)
     done: Done | None = None
 
+    @property
+    def told_tokens(self) -> list[Token]:
+        """Those whose probability was asked for."""
+        return [token for token in self.tokens if token.logprob is not None]
+
     def take(self, reply: Reply) -> str:
         """The text that a reply adds."""
         piece = ""
@@ -97,7 +102,12 @@ def usage_of(choices: Sequence[Choice], n: int) -> dict[str, Any]:
     done = [choice.done for choice in choices if choice.done is not None]
     prompt = sum(d.usage.prompt_tokens for d in done[::n])
     completion = sum(d.usage.completion_tokens for d in done)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(d.usage.cached_tokens for d in done[::n])},
+    }
 
 
 def swarm_of(asks: Sequence[Ask], choices: Sequence[Choice]) -> dict[str, Any]:

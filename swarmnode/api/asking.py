@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any, Final
 
 from scheduler.sampling import SamplingParams
@@ -14,6 +16,7 @@ from swarmnode.prompt_messages import Ask, new_request_id, new_seed
 
 COMPLETION_TOKENS: Final = 16
 """OpenAI's default for /v1/completions; chats have none."""
+_ANY_OBJECT: Final = '{"type": "object"}'
 _SEED_MASK: Final = 2**64 - 1
 _PARAMS: Final = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty")
 
@@ -25,9 +28,16 @@ def chat_asks(body: ChatBody) -> list[Ask]:
             raise _unsupported(field, "use tools" if field == "functions" else "this model writes text alone")
     if body.modalities not in (None, ["text"]):
         raise _unsupported("modalities", "this model writes text alone")
-    messages = tuple(_message(message, i) for i, message in enumerate(body.messages))
-    wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    return _asks(body, {"messages": messages, "max_tokens": wanted}, body.n)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise Refusal(400, "top_logprobs needs logprobs: true", "invalid_value", "top_logprobs")
+    what: dict[str, Any] = {
+        "messages": tuple(_message(message, i) for i, message in enumerate(body.messages)),
+        "max_tokens": body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
+        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+    }
+    if body.tools and body.tool_choice != "none":
+        what |= {"tools": tuple(body.tools), "tool_choice": body.tool_choice or "auto"}
+    return _asks(body, what, body.n)
 
 
 def completion_asks(body: CompletionBody) -> list[Ask]:
@@ -36,14 +46,17 @@ def completion_asks(body: CompletionBody) -> list[Ask]:
         raise _unsupported("suffix", "this API does not fill in")
     if body.best_of not in (None, body.n):
         raise _unsupported("best_of", "it must equal n")
-    prompts = prompts_of(body)
+    prompts = _prompts(body)
     if len(prompts) * body.n > limits.CHOICES_MAX:
         raise Refusal(400, f"n times the prompts is more than {limits.CHOICES_MAX}", "invalid_value", "n")
-    wanted = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    return [ask for text in prompts for ask in _asks(body, {"prompt": text, "max_tokens": wanted}, body.n)]
+    what = {
+        "max_tokens": COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+        "logprobs": body.logprobs,
+    }
+    return [ask for text in prompts for ask in _asks(body, {"prompt": text, **what}, body.n)]
 
 
-def prompts_of(body: CompletionBody) -> list[str]:
+def _prompts(body: CompletionBody) -> list[str]:
     """The texts to continue."""
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -57,18 +70,41 @@ def prompts_of(body: CompletionBody) -> list[str]:
 def _asks(body: SamplingBody, what: dict[str, Any], count: int) -> list[Ask]:
     given = {name: value for name in _PARAMS if (value := getattr(body, name)) is not None}
     seed = new_seed() if body.seed is None else body.seed & _SEED_MASK  # OpenAI's clients may send negative ones
-    request_id = new_request_id()
+    request_id, bias, schema = new_request_id(), _logit_bias(body), _json_schema(body)
     return [
         Ask(
             request_id=request_id if count == 1 else f"{request_id}-{choice}",
             choice=choice,
-            params=SamplingParams(**given, seed=seed),
+            params=SamplingParams(**given, seed=seed, logit_bias=bias),
             stop=body.stops,
             ignore_eos=body.ignore_eos,
+            grammar=body.grammar,
+            json_schema=schema,
             **what,
         )
         for choice in range(count)
     ]
+
+
+def _logit_bias(body: SamplingBody) -> dict[int, float]:
+    bias = body.logit_bias or {}
+    if not all(re.fullmatch(r"\d{1,10}", token) for token in bias):
+        raise Refusal(400, "logit_bias: its keys are token ids", "invalid_value", "logit_bias")
+    return {int(token): value for token, value in bias.items()}
+
+
+def _json_schema(body: SamplingBody) -> str | None:
+    """The schema that an answer obeys, as JSON text."""
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return _ANY_OBJECT
+    schema = (wanted.json_schema or {}).get("schema") if wanted.type == "json_schema" else None
+    if not isinstance(schema, dict):
+        message = "response_format is text, json_object, or json_schema with a schema"
+        raise Refusal(400, message, "invalid_value", "response_format")
+    return json.dumps(schema, ensure_ascii=False)
 
 
 def _message(message: MessageBody, index: int) -> Message:
@@ -79,9 +115,15 @@ def _message(message: MessageBody, index: int) -> Message:
             if part.type != "text":
                 raise _unsupported(f"messages[{index}].content", f"it has a part of type {part.type[:40]!r}")
         content = "".join(part.text for part in content)
-    if content is None:
+    if content is None and not message.tool_calls:
         raise Refusal(400, f"messages[{index}].content: Field required", "missing_required_parameter", "messages")
-    return {"role": role, "content": content}
+    made: Message = {"role": role, "content": content}
+    if message.tool_calls:
+        made["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    for key in ("name", "tool_call_id"):
+        if (value := getattr(message, key)) is not None:
+            made[key] = value
+    return made
 
 
 def _unsupported(param: str, why: str) -> Refusal:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Final
 
 import structlog
@@ -19,14 +20,14 @@ from starlette.types import Receive, Scope, Send
 
 from swarmnode.api import limits
 from swarmnode.api.answering import Choice, Event, Told, open_answers, swarm_of, usage_of
-from swarmnode.api.asking import chat_asks, check_model, completion_asks, prompts_of
+from swarmnode.api.asking import chat_asks, check_model, completion_asks
 from swarmnode.api.errors import Refusal, refusal_of
 from swarmnode.api.schema import ChatBody, CompletionBody, SamplingBody, parse
 from swarmnode.api.served import ServedModels
 from swarmnode.api.shapes import ChatShape, Shape, TextShape
 from swarmnode.asker import Asker
 from swarmnode.handlers import Services
-from swarmnode.prompt_messages import Alive, Ask, Done, Failed, Queued, Reply, loggable
+from swarmnode.prompt_messages import Alive, Ask, Done, Failed, Queued, Reply, Token, loggable
 
 _log = structlog.get_logger(__name__)
 
@@ -46,9 +47,9 @@ class Completions:
 
     async def completion(self, request: Request) -> Response:
         body = await parse(CompletionBody, await request.body())
-        prompts = prompts_of(body)
-        echo = [prompt for prompt in prompts for _ in range(body.n)] if body.echo else []
-        return await self._answer(body, completion_asks(body), TextShape(echo))
+        asks = completion_asks(body)
+        echo = [ask.prompt or "" for ask in asks] if body.echo else []
+        return await self._answer(body, asks, TextShape(echo, len(asks)))
 
     async def _answer(self, body: SamplingBody, asks: Sequence[Ask], shape: Shape) -> Response:
         asker = self._services.asker
@@ -119,8 +120,8 @@ class _Stream(Response):
         try:
             async with open_answers(self._job.asker, self._job.asks) as events:
                 last = await self._tell_all(events)
-        except trio.Cancelled:
-            if self._started:
+        except BaseException:
+            if self._started and trio.current_effective_deadline() == -inf:
                 with trio.CancelScope(shield=True), trio.move_on_after(limits.LAST_WORD_SECONDS):
                     await self._end(Refusal(503, "the daemon is stopping", "cancelled"))
             raise
@@ -152,8 +153,9 @@ class _Stream(Response):
 
     async def _tell(self, index: int, reply: Reply) -> None:
         choice, shape = self._job.choices[index], self._job.shape
-        if text := choice.take(reply):
-            await self._chunk([shape.piece(index, text)])
+        token = reply if isinstance(reply, Token) and reply.logprob is not None else None
+        if (text := choice.take(reply)) or token is not None:
+            await self._chunk([shape.piece(index, text, token)])
         match reply:
             case Done():
                 await self._chunk([shape.last(index, choice)])

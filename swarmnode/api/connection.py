@@ -44,6 +44,7 @@ class Connections:
     def __init__(self, app: ASGIApp) -> None:
         self.open = 0
         self._streams: set[trio.SocketStream] = set()
+        self._ended = trio.Event()  # one of them
         self._by_address: Counter[str] = Counter()
         wrapped: Any = app
         self._app = ASGIWrapper(wrapped)
@@ -62,7 +63,10 @@ class Connections:
             await trio.sleep_forever()
         finally:
             with trio.CancelScope(shield=True):
-                await trio.sleep(limits.LAST_WORD_SECONDS if self._streams else 0)
+                with trio.move_on_after(limits.LAST_WORD_SECONDS):
+                    while self._streams:
+                        self._ended = trio.Event()
+                        await self._ended.wait()
                 for stream in list(self._streams):
                     await trio.aclose_forcefully(stream)
 
@@ -86,6 +90,7 @@ class Connections:
         finally:
             self.open -= 1
             self._streams.discard(stream)
+            self._ended.set()
             self._by_address[address] -= 1
             if not self._by_address[address]:
                 del self._by_address[address]
@@ -137,6 +142,7 @@ class _Connection(TCPServer):
                 self.protocol = protocol
                 await self.idle_task.restart(group, self._idle_timeout)
                 await self._read_data()
+                await self.idle_task.stop()  # else a client that has gone keeps its place until it would have been idle
         except OSError:
             pass
         finally:

@@ -97,6 +97,7 @@ class _Incoming:
         self._refusal: Refusal | None = None
         self._given = False
         self.gone = False  # the client
+        self.answered = False  # the last byte is being sent: Hypercorn tells then, too, that the client is gone
 
     async def run(self, scope: trio.CancelScope) -> None:
         with trio.move_on_after(limits.BODY_SECONDS_MAX) as waiting:
@@ -112,7 +113,8 @@ class _Incoming:
 
     def _go(self, scope: trio.CancelScope) -> None:
         self.gone = True
-        scope.cancel()
+        if not self.answered:
+            scope.cancel()
 
     async def _read_body(self) -> bool:
         """Whether the client went away meanwhile."""
@@ -175,6 +177,7 @@ class _Outgoing:
     async def send(self, message: Any) -> None:
         if self._incoming.gone:
             return
+        self._incoming.answered = message["type"] == "http.response.body" and not message.get("more_body")
         if message["type"] == "http.response.start":
             self.started = True
             message = {**message, "headers": [*message.get("headers", ()), *self.headers]}

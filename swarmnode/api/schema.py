@@ -79,7 +79,9 @@ class SamplingBody(_Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    ignore_eos: bool = False  # not OpenAI's, but other servers have it: an end token does not end the answer
+    # These two are not OpenAI's; other servers have them under the same names.
+    grammar: str | None = None
+    ignore_eos: bool = False
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -1,0 +1,378 @@
+"""HTTP as strangers speak it: too much, too slowly, malformed, from the wrong page, and away in the middle."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import pytest
+import trio
+
+from capabilities.errors import ContextLengthExceeded, NoLeader, NotReady, Overloaded, UsageError
+from swarmnode.api import limits
+from swarmnode.prompt_messages import Failed, Queued
+from tests.api_tools import HELLO, Conversation, done, post, serving_http, token
+
+CHAT = "/v1/chat/completions"
+STREAM = {**HELLO, "stream": True}
+
+
+def answer(conversation: Conversation) -> None:
+    conversation.say(Queued(0), token(0, "Good "), token(1, "day"), done("."))
+
+
+def events_of(text: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+async def test_an_answer_whole_and_as_a_stream() -> None:
+    async with serving_http(answer) as served, served.client() as client:
+        whole = (await client.post(CHAT, json=HELLO)).json()
+        assert whole["choices"][0]["message"]["content"] == "Good day."
+        streamed = await client.post(CHAT, json=STREAM)
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        *told, end = events_of(streamed.text)
+        assert end == "[DONE]"
+        assert "".join(each["choices"][0]["delta"].get("content", "") for each in told) == "Good day."
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "retry"),
+    [
+        (UsageError("top_k must be small"), 400, "invalid_value", False),
+        (ContextLengthExceeded("too long"), 400, "context_length_exceeded", False),
+        (NoLeader("nobody leads"), 503, "no_leader", True),
+        (NotReady("wait"), 503, "not_ready", True),
+        (Overloaded("too many"), 429, "overloaded", True),
+    ],
+)
+@pytest.mark.parametrize("body", [HELLO, STREAM], ids=["whole", "stream"])
+async def test_what_fails_at_once_has_its_status(error: Any, status: int, code: str, retry: bool, body: Any) -> None:
+    async with serving_http(lambda c: c.say(Queued(0), Failed(error))) as served, served.client() as client:
+        response = await client.post(CHAT, json=body)
+    told = response.json()["error"]
+    assert (response.status_code, told["code"]) == (status, code)
+    assert ("retry-after" in response.headers) == retry
+    assert told["param"] == {"invalid_value": "top_k", "context_length_exceeded": "messages"}.get(code)
+
+
+async def test_what_fails_later_is_an_event_and_the_end() -> None:
+    def broken(conversation: Conversation) -> None:
+        conversation.say(Queued(0), token(0, "Good "), Failed(NoLeader("it was lost")))
+
+    async with serving_http(broken) as served, served.client() as client:
+        response = await client.post(CHAT, json=STREAM)
+    assert response.status_code == 200
+    *_, text, error = events_of(response.text)
+    assert text["choices"][0]["delta"]["content"] == "Good "
+    assert error["error"]["code"] == "no_leader"
+
+
+async def test_whoever_waits_sees_the_place_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "STREAM_COMMENT_SECONDS", 0.3)
+    async with serving_http() as served, await served.connect() as stream:
+        await stream.send_all(post(json.dumps(STREAM).encode()))
+        conversation = await served.swarm.next()
+        conversation.say(Queued(3))
+        heard = await _heard(stream, b": place 3 in the queue\n\n")
+        heard += await _heard(stream, b": the swarm is at it\n\n")
+        conversation.say(Queued(0), token(0, "x"), done())
+        heard += await _heard(stream, b"data: [DONE]\n\n")
+    assert heard.startswith(b"HTTP/1.1 200")
+
+
+async def _heard(stream: trio.SocketStream, end: bytes) -> bytes:
+    """What comes, until this has come."""
+    heard = bytearray()
+    with trio.fail_after(5):
+        while end not in heard:
+            part = await stream.receive_some()
+            assert part, heard
+            heard += part
+    return bytes(heard)
+
+
+# -- clients that leave, or do not read --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [HELLO, STREAM], ids=["whole", "stream"])
+@pytest.mark.parametrize("how", ["closed", "reset"])
+async def test_a_client_that_leaves_frees_the_leader_within_a_second(body: Any, how: str) -> None:
+    async with serving_http() as served:
+        stream = await served.connect()
+        await stream.send_all(post(json.dumps(body).encode()))
+        conversation = await served.swarm.next()
+        conversation.say(Queued(0), token(0, "Good "))
+        if body is STREAM:
+            await stream.receive_some()
+        if how == "reset":
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        await stream.aclose()
+        with trio.fail_after(1):
+            await conversation.ended.wait()
+
+
+async def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "WRITE_SECONDS_MAX", 0.3)
+    async with serving_http() as served, await served.connect() as stream:
+        await stream.send_all(post(json.dumps(STREAM).encode()))
+        conversation = await served.swarm.next()
+        conversation.say(*(token(i, "x" * 100_000) for i in range(200)))
+        with trio.fail_after(5):
+            await conversation.ended.wait()
+
+
+async def test_a_daemon_that_stops_says_so_and_waits_for_nobody() -> None:
+    async with serving_http() as served, await served.connect() as reader, await served.connect() as sleeper:
+        for stream in (reader, sleeper):
+            await stream.send_all(post(json.dumps(STREAM).encode()))
+            await served.swarm.next()
+        first, second = served.swarm.conversations
+        first.say(token(0, "Good "))
+        second.say(*(token(i, "x" * 100_000) for i in range(200)))
+        heard = bytes(await reader.receive_some())
+        await trio.sleep(0.1)
+        served.stop.cancel()
+        with trio.fail_after(2):
+            async for part in reader:
+                heard += part
+            await served.ended.wait()
+    assert b"the daemon is stopping" in heard
+
+
+# -- too much, too slowly ----------------------------------------------------------------------------------------------
+
+
+async def test_a_body_that_is_too_large_is_refused_however_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BODY_BYTES_MAX", 1000)
+
+    async def chunks() -> Any:
+        for _ in range(50):
+            yield b"x" * 1000
+
+    async with serving_http(answer) as served, served.client() as client:
+        for content in (b"x" * 300_000, chunks()):
+            response = await client.post(CHAT, content=content)
+            assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
+        assert (await client.post(CHAT, json=HELLO)).status_code == 200, "and nothing is held of them"
+
+
+async def test_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BODIES_BYTES_MAX", 1000)
+    async with serving_http(answer) as served, await served.connect() as stream, served.client() as client:
+        await stream.send_all(post(b"x" * 900)[:-50])  # it is read, and never whole
+        await trio.sleep(0.1)
+        response = await client.post(CHAT, content=b"x" * 200)
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
+        await stream.aclose()
+        await trio.sleep(0.1)
+        assert (await client.post(CHAT, json=HELLO)).status_code == 200
+
+
+async def test_a_body_that_drips_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BODY_SECONDS_MAX", 0.2)
+    async with serving_http(answer) as served:
+        assert b" 408 " in await served.raw(post(b"{}")[:-1])
+
+
+async def test_headers_that_drip_or_never_come_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HEADERS_SECONDS_MAX", 0.3)
+    async with serving_http(answer) as served:
+        for data in (b"", b"GET /healthz HTTP/1.1\r\nHost: loc"):
+            assert await served.raw(data) == b""
+        heard = await served.raw(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")  # then it is idle
+        assert heard.startswith(b"HTTP/1.1 200")
+        async with await served.connect() as stream:
+            with trio.fail_after(5), pytest.raises(trio.BrokenResourceError):
+                await _drip(stream, b"GET /healthz HTTP/1.1\r\nX: " + b"x" * 1000)
+
+
+async def _drip(stream: trio.SocketStream, data: bytes) -> None:
+    for letter in data:
+        await stream.send_all(bytes([letter]))
+        await trio.sleep(0.02)
+
+
+async def test_headers_that_are_too_long_are_refused() -> None:
+    async with serving_http(answer) as served:
+        heard = await served.raw(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 70_000)
+    assert heard.startswith(b"HTTP/1.1 431")
+
+
+async def test_too_many_connections_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "CONNECTIONS_MAX", 2)
+    async with serving_http(answer) as served:
+        first, second = await served.connect(), await served.connect()
+        await trio.sleep(0.1)
+        refused = await served.raw(b"")
+        assert refused.startswith(b"HTTP/1.1 429")
+        assert json.loads(refused.partition(b"\r\n\r\n")[2])["error"]["code"] == "overloaded"
+        await first.aclose()
+        await second.aclose()
+        await trio.sleep(0.1)
+        async with served.client() as client:
+            assert (await client.get("/healthz")).status_code == 200
+
+
+# -- malformed ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"hello?\r\n\r\n", b"400"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"400"),  # TLS
+        (b"GET /healthz HTTP/1.1\r\n\r\n", b"400"),  # no host
+        (post(b"", CHAT, "Content-Length: 5"), b"400"),
+        (post(b"", CHAT, "Transfer-Encoding: gzip"), b"501"),
+        (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n", b"400"),
+        (b"GET /v1/%ff%fe HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"404"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"4"),
+        (
+            b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+            b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n",
+            b"403",
+        ),
+        (
+            b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings, close\r\n"
+            b"Upgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n\r\n",
+            b"200",
+        ),
+    ],
+)
+async def test_what_is_no_http_of_ours_ends_with_its_connection(data: bytes, status: bytes) -> None:
+    async with serving_http(answer) as served:
+        heard = await served.raw(data)
+        assert heard.split(b" ", 2)[1].startswith(status), heard
+        async with served.client() as client:
+            assert (await client.get("/healthz")).text == "ok\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"", "invalid_json"),
+        (b"{", "invalid_json"),
+        (b"[" * 100_000, "invalid_json"),
+        (b'{"messages": "\xff"}', "invalid_json"),
+        (b"[]", "invalid_value"),
+        (b'{"messages": 5}', "invalid_value"),
+        (b'{"messages": [{"role": "user"}]}', "missing_required_parameter"),
+        (b"{}", "missing_required_parameter"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "invalid_json"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', "invalid_value"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}', "invalid_value"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "n": true}', "invalid_value"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "unsupported_parameter"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "logit_bias": {"x": 1}}', "invalid_value"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "x"}}', "invalid_value"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}', "invalid_value"),
+    ],
+)
+async def test_what_is_no_request_is_said(content: bytes, code: str) -> None:
+    async with serving_http(answer) as served, served.client() as client:
+        response = await client.post(CHAT, content=content)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, code)
+
+
+async def test_other_paths_and_methods_are_told_as_json() -> None:
+    async with serving_http(answer) as served, served.client() as client:
+        for method, path, status in (("GET", "/nothing", 404), ("GET", CHAT, 405), ("DELETE", "/v1/models", 405)):
+            response = await client.request(method, path)
+            assert response.status_code == status
+            assert response.json()["error"]["code"] in ("not_found", "method_not_allowed")
+        assert response.headers["allow"] == "GET, HEAD" or response.headers["allow"] == "HEAD, GET"
+
+
+# -- who may ask -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "127.0.0.1:1"}, 200),
+        ({"host": "localhost"}, 200),
+        ({"host": "[::1]:11435"}, 200),
+        ({"host": "chat.example.org"}, 200),
+        ({"host": "evil.example"}, 403),
+        ({"host": "localhost.evil.example"}, 403),
+        ({"host": "127.0.0.1.evil.example:80"}, 403),
+        ({"host": "[::1"}, 403),
+        ({"origin": "https://page.example"}, 200),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "http://localhost:3000"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://localhost", "host": "localhost"}, 200),
+        ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}, 403),
+        ({"sec-fetch-site": "same-site", "sec-fetch-mode": "cors"}, 403),
+        ({"sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"}, 200),
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415),
+        ({"content-type": "application/json; charset=utf-8"}, 200),
+    ],
+)
+async def test_pages_of_other_origins_do_not_reach_it(headers: dict[str, str], status: int) -> None:
+    config = {"origins": ("https://page.example",), "hosts": ("chat.example.org",)}
+    async with serving_http(answer, **config) as served, served.client() as client:
+        usual = {"content-type": "application/json"}
+        response = await client.post(CHAT, content=json.dumps(HELLO), headers={**usual, **headers})
+        assert response.status_code == status
+        assert bool(served.swarm.conversations) == (status == 200), "nobody asked the swarm"
+
+
+async def test_a_browser_learns_which_origins_may_ask() -> None:
+    async with serving_http(answer, origins=("https://page.example",)) as served, served.client() as client:
+        wants = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        for origin, status in (("https://page.example", 204), ("https://evil.example", 403)):
+            response = await client.options(CHAT, headers={"origin": origin, **wants})
+            assert response.status_code == status
+            allowed = response.headers.get("access-control-allow-origin")
+            assert allowed == (origin if status == 204 else None)
+        response = await client.post(CHAT, json=HELLO, headers={"origin": "https://page.example"})
+        assert response.headers["access-control-allow-origin"] == "https://page.example"
+
+
+async def test_with_keys_everything_but_its_health_needs_one() -> None:
+    key = "sk-0123456789abcdef"
+    async with serving_http(answer, keys=("another-key-of-24-letters", key)) as served, served.client() as client:
+        for headers, status in (
+            ({}, 401),
+            ({"authorization": "Bearer wrong-key-wrong-key"}, 401),
+            ({"authorization": f"Basic {key}"}, 401),
+            ({"authorization": f"Bearer {key}"}, 200),
+        ):
+            response = await client.post(CHAT, json=HELLO, headers=headers)
+            assert response.status_code == status
+            assert (await client.get("/v1/models", headers=headers)).status_code == status
+        assert (await client.get("/healthz")).status_code == 200
+
+
+# -- the address -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_port_that_is_taken_is_told_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LISTEN_RETRY_SECONDS", 0.05)
+    taken = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{taken.getsockname()[1]}"
+    async with serving_http(answer, listen=address) as served:
+        assert served.http.status() == {"listen": address, "url": None, "error": "another program uses it"}
+        (finding,) = served.http.findings("me")
+        assert (finding["kind"], finding["peer"]) == ("http_address", "me")
+        assert "api.listen" in finding["hint"]
+        taken.close()
+        with trio.fail_after(5):
+            while served.http.status()["url"] is None:  # noqa: ASYNC110 (nothing tells)
+                await trio.sleep(0.01)
+        assert served.http.findings("me") == []
+        async with served.client() as client:
+            assert (await client.get("/healthz")).status_code == 200
+
+
+async def test_switched_off_it_listens_nowhere() -> None:
+    async with serving_http(answer, listen="off") as served:
+        assert served.http.status() == {"listen": "off", "url": None, "error": None}
