@@ -30,7 +30,7 @@ election     who leads, one object for each backbone peer: its parts are voter, 
              backbone_ledger; election_roles, election_state, election_times, election_status, election_messages
              are what they share
 placing      placement with replicas, hosts and speeds: its parts are placing_table, placing_repair and layer_cost;
-             placement_report says what a placement risks
+             placement_report says what a placement risks, prediction what a newcomer would hold
 term_guard   a worker's side of it: the newest certified term, which alone is obeyed
 """
 

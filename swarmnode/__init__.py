@@ -33,6 +33,7 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
     doctor                                              what is wrong with all of that, and the mend
     local_experts, local_swarm, undivided, demo, bench  whole swarms on one machine, and llama.cpp beside them
     top                                                 what two statuses say of the time between them
+    outline, predicting                                 a swarm without names, and what this machine would hold in it
     kernels                                             kernels of other builds, other processors and Vulkan
     equivalence                                         how closely two backends or peers agree
     comparing                                           what peers compute for one another, so that it can be told

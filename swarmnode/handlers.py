@@ -51,6 +51,9 @@ class Services(Protocol):
     async def placement(self, without: str | None) -> Mapping[str, Any]:
         """Who holds what (`swarmctl placement`); `without`: what the loss of that peer would cost, too."""
 
+    async def outline(self) -> Mapping[str, Any]:
+        """The model and the workers as `swarmctl predict` needs them: outline.Outline."""
+
     async def peer(self, name: str) -> Mapping[str, Any]:
         """What is known of a peer (`swarmctl peer`): by its name, its id or a piece of that."""
 
@@ -95,6 +98,7 @@ class Handlers:
             "replay": self.replay,
             "forget": self.forget,
             "placement": self.placement,
+            "outline": self.outline,
             "peer": self.peer,
             "drain": self.drain,
             "statistics": self.statistics,
@@ -113,6 +117,9 @@ class Handlers:
     async def placement(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
         without = params.get("without")
         return await self._services.placement(None if without is None else _text(params, "without"))
+
+    async def outline(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
+        return await self._services.outline()
 
     async def peer(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
         return await self._services.peer(_text(params, "name"))

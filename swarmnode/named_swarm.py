@@ -103,12 +103,17 @@ class NamedLeaderNode(_NamedNode):
     async def placement(self, without: str | None) -> Mapping[str, Any]:
         return self.leader.placement(without)
 
+    async def outline(self) -> Mapping[str, Any]:
+        return self.leader.outline(None)
+
     def check_may_add(self) -> None:
         pass
 
     async def _answer(self, request: Mapping[str, Any]) -> Status:
         if request["kind"] == "placement":
             return self.leader.placement(request.get("without"))
+        if request["kind"] == "outline":
+            return self.leader.outline(request.get("without"))
         return self._view.view()
 
     async def run(self) -> None:
@@ -155,6 +160,9 @@ class NamedWorkerNode(_NamedNode):
     async def placement(self, without: str | None) -> Mapping[str, Any]:
         request = placement_request(without)
         return await ask_leader(self._network, self._leader, request)
+
+    async def outline(self) -> Mapping[str, Any]:
+        return await ask_leader(self._network, self._leader, {"kind": "outline", "without": str(self._network.peer_id)})
 
     def check_may_add(self) -> None:
         hint = "Run the command on the leader's machine."

@@ -197,6 +197,9 @@ class Node:
     async def placement(self, without: str | None) -> Mapping[str, Any]:
         return await self._need_part().placement(without)
 
+    async def outline(self) -> Mapping[str, Any]:
+        return await self._need_part().outline()
+
     async def peer(self, name: str) -> Mapping[str, Any]:
         return await self._need_part().peer(name)
 

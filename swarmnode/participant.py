@@ -122,13 +122,15 @@ class Participant:
             network, store, models, parts.cache, choice, self.trunks, self.leadership, self.watch, self._within_reach
         )
         self.admission = AdmissionService(
-            store, identity.sign, addresses=self._backbone_addresses, seat=self.election.vote_file
+            store,
+            identity.sign,
+            addresses=self._backbone_addresses,
+            seat=self.election.vote_file,
+            outline=self._whole_outline,
         )
         self.running = RunningSwarm(network, self.election.propose, self._spread)
         self.asking = Asking(network, self._addresses_of, self._other_backbone_peers)
-        self._work = Work(
-            parts.facts.name, config.compute, self.worker, parts.paths.data, fast=config.leader.fast
-        )
+        self._work = Work(parts.facts.name, config.compute, self.worker, parts.paths.data, fast=config.leader.fast)
         self._serving = Serving(models, parts.cache)
         self._mesh = SwarmMesh(
             me,
@@ -387,10 +389,25 @@ class Participant:
             return self._leader_status(self.leader).view()
         if request["kind"] == "placement":
             return self.leader.placement(request.get("without"))
+        if request["kind"] == "outline":
+            return self.leader.outline(request.get("without"))
         raise UsageError(f"a leader answers no request of kind {request['kind']!r}")
 
     async def placement(self, without: str | None) -> Status:
         request = placement_request(without)
+        if self.leader is not None:
+            return await self._answer(request)
+        return await ask_leader(self._network, self.watch, request)
+
+    async def outline(self) -> Status:
+        """The swarm without this node, in outline (outline.py)."""
+        return await self._outline({"kind": "outline", "without": str(self._network.peer_id)})
+
+    async def _whole_outline(self) -> Status:
+        """For newcomers."""
+        return await self._outline({"kind": "outline"})
+
+    async def _outline(self, request: Mapping[str, Any]) -> Status:
         if self.leader is not None:
             return await self._answer(request)
         return await ask_leader(self._network, self.watch, request)

@@ -2,6 +2,7 @@
 
     member  {"kind": "status"}                          leader  {"kind": "status"} and a JSON object as payload
     member  {"kind": "placement", "without": peer}      leader  likewise, or {"error"}
+    member  {"kind": "outline", "without": peer}        leader  likewise: outline.py
 
 Where the leader does not answer, a node says so and shows what it knows of itself and from adverts.
 """

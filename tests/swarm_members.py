@@ -6,12 +6,15 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from scheduler.placement import LayerSpec, WorkerSpec
 from swarmnode.identity import Identity
 from swarmnode.net.interface import Network
 from swarmnode.net.memory import MemoryHub, MemoryNetwork
+from swarmnode.outline import Outline
 from swarmnode.swarm import owner_key
 from swarmnode.swarm.admission import AdmissionService
 from swarmnode.swarm.bans import Ban
@@ -91,10 +94,20 @@ class Founder:
             self.identity.sign,
             addresses=lambda: network.addresses,
             seat=lambda: open_vote_file(self.store.files.votes, record.swarm, record.enactment).vote_file,
+            outline=outline_of_three,
             clock=clock,
         )
         service.register(network)
         return service
+
+
+OUTLINE = Outline("tiny", (LayerSpec(0, 4, 100), LayerSpec(1, 4, 100)), (2, 2), (8,), (32, 64),
+                  tuple(WorkerSpec(f"worker-{i}", 500, host=f"host-{i}") for i in range(3)), 2, 1.5)  # fmt: skip
+
+
+async def outline_of_three() -> dict[str, Any]:
+    """What a newcomer is told before it joins."""
+    return OUTLINE.to_json()
 
 
 def join_hub(hub: MemoryHub, identity: Identity) -> MemoryNetwork:

@@ -42,14 +42,14 @@ from swarmnode.swarm.join_messages import (
     decode_reply,
     encode,
 )
-from swarmnode.swarm.joining import ask_seat, join, renew
+from swarmnode.swarm.joining import ask_seat, join, preview, renew
 from swarmnode.swarm.owner_key import OwnerKey
 from swarmnode.swarm.record import backbone_news
 from swarmnode.swarm.store import SwarmFiles, SwarmStore
 from swarmnode.swarm.vote_file import load_vote_file
 from swarmnode.wire import Frame, encode_frame, read_frame, split_frame
 from tests.net_tools import eventually
-from tests.swarm_members import NOW_S, Founder, hub_opener, join_hub
+from tests.swarm_members import NOW_S, OUTLINE, Founder, hub_opener, join_hub
 
 
 @dataclass
@@ -99,6 +99,22 @@ async def test_an_invite_makes_a_member(tmp_path: Path) -> None:
         assert (record.certificate.issuer, record.certificate.issued_at_s) == (at.network.peer_id, NOW_S)
         assert at.service.statistics.admitted == 1
         assert at.founder.store.invites().listed(NOW_S)[0]["used_by"] == [at.newcomer.peer_id]
+
+
+async def test_a_look_before_joining_uses_nothing_up_and_needs_the_secret(tmp_path: Path) -> None:
+    async with admitting(tmp_path) as at:
+        invite = at.founder.invite(at.address)
+        for _ in range(2):
+            outline, rtt_s = await preview(at.another(), invite)
+            assert outline == OUTLINE
+            assert rtt_s >= 0
+        await join(at.newcomer, invite)
+        with pytest.raises(NotAdmitted) as caught:
+            await preview(at.another(), invite)
+        assert cause(caught) == "used_up"
+        with pytest.raises(NotAdmitted) as caught:
+            await preview(at.another(), replace(invite, secret=bytes(16)))
+        assert cause(caught) == "unknown"
 
 
 async def test_uses_are_counted_however_many_ask_at_once(tmp_path: Path) -> None:

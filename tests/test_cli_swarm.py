@@ -28,7 +28,7 @@ from swarmnode.swarm.commands import RunningSwarm, SwarmCommands
 from swarmnode.swarm.invites import Invite
 from swarmnode.swarm.store import SwarmFiles, SwarmStore
 from swarmnode.swarm.vote_file import load_vote_file, open_vote_file
-from tests.swarm_members import PASSPHRASE, quick_keys
+from tests.swarm_members import PASSPHRASE, outline_of_three, quick_keys
 
 PEER = "12D3KooWBhSrGJeT5RQc6KsaYCsKu1R8R3Yk3zPpJ1CBhCsVYM2W"
 OTHER = PEER[:-1] + "X"
@@ -129,7 +129,11 @@ class Daemon:
                         await network.connect(address)
                     seat = open_vote_file(store.files.votes, record.swarm, record.enactment).vote_file
                     AdmissionService(
-                        store, identity.sign, addresses=lambda: network.addresses, seat=lambda: seat
+                        store,
+                        identity.sign,
+                        addresses=lambda: network.addresses,
+                        seat=lambda: seat,
+                        outline=outline_of_three,
                     ).register(network)
                     running = RunningSwarm(network, self.propose, self.spread.extend)
                 commands = SwarmCommands(identity, store, running=lambda: running, changed=self.changed)

@@ -5,7 +5,9 @@ The nodes called leader, worker-1 and worker-2 are the backbone; worker-3 and wo
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +34,7 @@ from swarmnode.shards.messages import ShardRequest, encode_request
 from swarmnode.status_service import PROTOCOL as STATUS
 from swarmnode.swarm.store import SwarmFiles, SwarmStore
 from swarmnode.wire import encode_frame, read_frame
+from tests.control_threads import SWARMCTL
 from tests.swarm_tools import CONTEXT_TOKENS, Served, ask, failure, wait_until
 from tests.tiny_architectures import write_tiny_model
 
@@ -120,6 +123,36 @@ def test_the_swarm_elects_places_and_answers(served: Elected) -> None:
     assert (seen.daemon, seen.daemon_pid, seen.loose, seen.votes) == ("answers", served.leader.pid, (), None)
     assert seen.membership is not None
     assert len(seen.membership.backbone) == BACKBONE
+
+
+def test_what_is_predicted_by_an_invite_is_what_a_worker_then_has(served: Elected, tmp_path: Path) -> None:
+    served.all_ready()
+    others = len(served.swarm.nodes) - 1
+    wait_until(lambda: len(served.leader.call("outline")["workers"]) == others, BACK_S)
+    served.check(served.leader, ask("So it is measured", 8))
+    token = served.leader.call("swarm_invite", uses=1, lifetime_s=600, addresses=[])["token"]
+
+    def predict(*words: str) -> dict[str, Any]:
+        command = [*SWARMCTL, "predict", "--json", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    told = predict(token, "--data-dir", str(tmp_path / "newcomer"))
+    assert told["measured"] is None
+    assert told["workers"] == others + 1
+    assert 0 < told["predicted"]["experts"] < told["experts"]
+    assert told["predicted"]["layers_ms"] > 0
+    assert told["offer"]["rows_per_s"] > 0
+    member = served.swarm.workers[-1]
+    (member.folder / "prediction.json").write_bytes((tmp_path / "newcomer" / "prediction.json").read_bytes())
+    now = predict("--data-dir", str(member.folder))
+    assert now["foretold"] == told["predicted"]
+    assert now["workers"] == others
+    assert now["measured"]["experts"] == member.status()["local"]["experts_held"]
+    assert now["measured"]["layers_ms"] > 0
+    (invite,) = served.leader.call("swarm_invite_list")["invites"]
+    assert invite["used"] == 0
 
 
 def test_the_backbone_gets_ready_to_lead(served: Elected) -> None:

@@ -8,6 +8,7 @@ logs       swarmctl logs
 service    swarmctl service install, status, remove
 requests   swarmctl requests, verify, forget; render_requests shows what they found
 doctor     swarmctl doctor
+predict    swarmctl predict
 completion  swarmctl completion
 equivalence  swarmctl equivalence; render_equivalence shows what it found
 kernels    swarmctl kernels build, list, compare

@@ -23,6 +23,7 @@ from swarmnode.cli.logs import logs
 from swarmnode.cli.mesh import COMMANDS as MESH
 from swarmnode.cli.models import model
 from swarmnode.cli.peer import COMMANDS as PEER
+from swarmnode.cli.predict import predict
 from swarmnode.cli.progress import ProgressLine
 from swarmnode.cli.requests import COMMANDS as REQUESTS
 from swarmnode.cli.service import service
@@ -57,6 +58,7 @@ _COMMANDS = (
     *REQUESTS,
     logs,
     doctor,
+    predict,
     *BELONGING,
     *MESH,
     *PEER,

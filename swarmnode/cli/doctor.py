@@ -36,11 +36,13 @@ def doctor(settings: Settings, fix: bool, token: str | None) -> int:
       swarmctl doctor --invite TOKEN    before joining
       swarmctl doctor --json | jq '.checks[] | select(.state == "fail")'
     """
+    from swarmnode import logs
     from swarmnode.doctor.mending import mend
     from swarmnode.doctor.node import look, look_again
     from swarmnode.doctor.report import diagnose
     from swarmnode.paths import find_paths
 
+    logs.configure("warning")
     paths = find_paths(settings.data_dir)
     if token == "-":
         token = sys.stdin.read(TOKEN_CHARS_MAX)

@@ -37,6 +37,7 @@ from swarmnode.leader.remote_experts import RemoteExperts
 from swarmnode.leader.specs import Specs
 from swarmnode.member_messages import Assign, Begin, Progress
 from swarmnode.net.interface import Network, PeerId
+from swarmnode.outline import Outline
 from swarmnode.wire import Q8_0_BLOCK_VALUES
 
 _log = structlog.get_logger(__name__)
@@ -398,6 +399,11 @@ class Placer:
         self._tell_changed()
 
     # -- reports ------------------------------------------------------------------------------------------------
+
+    def outline(self, without: str | None) -> Outline:
+        """The model and the workers that are here, but for one, without their names."""
+        others = [spec for spec in self._specs.there() if spec.peer != without]
+        return Outline.of_model(self._manifest, others, self._settings.replicas)
 
     def describe(self) -> PlacementReport | None:
         """The placement that serves, or is prepared, on the workers as they are now; None if there is none."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -193,6 +193,14 @@ class Leader:
         if self.active is None:
             raise NotReady(f"there is no placement yet: it waits for {self.reason}")
         return placement_json(self.active.placer, lost)
+
+    def outline(self, without: str | None) -> dict[str, Any]:
+        """See outline.Outline, but for one peer. NotReady while no model is served."""
+        if self.active is None:
+            raise NotReady(f"there is nothing to predict yet: the swarm waits for {self.reason}")
+        timing = self.active.remote.timing
+        ms = timing.decode_round_trip_s / timing.decode_layers * 1e3 if timing.decode_layers else None
+        return replace(self.active.placer.outline(without), layer_ms=ms).to_json()
 
     # -- the loop -----------------------------------------------------------------------------------------------
 

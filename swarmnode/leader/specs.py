@@ -44,19 +44,20 @@ class Specs:
         """A placement on the members as they are now."""
         names = {str(peer): member.name for peer, member in self._members.by_peer.items()}
         return describe(
-            placement, self._layers, self._there(), replicas=self._replicas, output=self._output, names=names
+            placement, self._layers, self.there(), replicas=self._replicas, output=self._output, names=names
         )
 
     def wrong_outputs(self, placement: Placement) -> tuple[str, ...]:
         """The output ranks on members that are not right for them, as sentences."""
         names = {str(peer): member.name for peer, member in self._members.by_peer.items()}
-        return wrong_outputs(placement, self._layers, self._there(), output=self._output, names=names)
+        return wrong_outputs(placement, self._layers, self.there(), output=self._output, names=names)
 
     def without(self, placement: Placement, peer: str) -> Loss:
         """What the loss of a peer would cost."""
-        return without(placement, self._layers, self._there(), peer, replicas=self._replicas, output=self._output)
+        return without(placement, self._layers, self.there(), peer, replicas=self._replicas, output=self._output)
 
-    def _there(self) -> list[WorkerSpec]:
+    def there(self) -> list[WorkerSpec]:
+        """The members that are here."""
         return [self.of(str(member.peer)) for member in self._members.present()]
 
     def _typical_rate(self) -> float | None:

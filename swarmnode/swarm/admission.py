@@ -8,12 +8,14 @@ bounded, what is wrong with an invite is told to those alone who have it, and a 
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import structlog
 import trio
@@ -32,6 +34,8 @@ from swarmnode.swarm.join_messages import (
     Admitted,
     Challenge,
     Join,
+    OutlineIs,
+    Preview,
     Refused,
     Renew,
     Reply,
@@ -65,7 +69,8 @@ class AdmissionService:
     """Serves one swarm's newcomers, from start to stop.
 
     `sign` signs by this peer's key; `addresses` gives where backbone peers can be reached, best first (this one's own
-    among them); `seat` gives the name of this peer's vote file; `clock` is Unix time.
+    among them); `seat` gives the name of this peer's vote file; `outline` the swarm's (outline.py), or raises
+    SwarmError; `clock` is Unix time.
     """
 
     def __init__(
@@ -75,12 +80,14 @@ class AdmissionService:
         *,
         addresses: Callable[[], Sequence[str]],
         seat: Callable[[], bytes],
+        outline: Callable[[], Awaitable[Mapping[str, Any]]],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._sign = sign
         self._addresses = addresses
         self._seat = seat
+        self._outline = outline
         self._clock = clock
         self._gate = HandshakeGate(limits.JOIN_CONVERSATIONS_MAX)
         self._attempts = Attempts()
@@ -125,6 +132,10 @@ class AdmissionService:
             return SeatIs(await trio.to_thread.run_sync(self._seat))
         if record.peer not in record.backbone.peers:
             raise NotAdmitted("this peer is not in the backbone, and only the backbone admits", cause="not_backbone")
+        if isinstance(opening, Preview):
+            await self._redeem(stream, record, opening)
+            _log.info("join.previewed", peer=stream.peer, invite=opening.invite_id.hex())
+            return OutlineIs(json.dumps(await self._outline()).encode())
         if isinstance(opening, Join):
             await self._redeem(stream, record, opening)
             admitted = await self._admission(stream.peer)
@@ -137,7 +148,7 @@ class AdmissionService:
             _log.info("join.renewed", peer=stream.peer)
         return admitted
 
-    async def _redeem(self, stream: Stream, record: SwarmRecord, join: Join) -> None:
+    async def _redeem(self, stream: Stream, record: SwarmRecord, join: Join | Preview) -> None:
         if join.wire != WIRE_VERSION:
             message = f"the swarm speaks wire version {WIRE_VERSION}, the newcomer {join.wire}"
             raise NotAdmitted(message, hint="Install the version that the swarm uses.", cause="version")
@@ -145,7 +156,14 @@ class AdmissionService:
         await stream.send(encode(Challenge(nonce)))
         proof = decode_proof(await read_frame(stream, limits.JOIN_REQUEST)).proof
         redeem = partial(
-            self._store.invites().redeem, join.invite_id, stream.peer, record.peer, nonce, proof, self._clock
+            self._store.invites().redeem,
+            join.invite_id,
+            stream.peer,
+            record.peer,
+            nonce,
+            proof,
+            self._clock,
+            count=isinstance(join, Join),
         )
         try:
             await trio.to_thread.run_sync(redeem)

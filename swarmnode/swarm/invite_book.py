@@ -154,9 +154,19 @@ class InviteBook:
             return revoked.to_json(now_s)
 
     def redeem(
-        self, invite_id: bytes, newcomer: str, issuer: str, challenge: bytes, proof: bytes, clock: Callable[[], float]
+        self,
+        invite_id: bytes,
+        newcomer: str,
+        issuer: str,
+        challenge: bytes,
+        proof: bytes,
+        clock: Callable[[], float],
+        *,
+        count: bool = True,
     ) -> Issued:
         """Count a use of an invite, on disk. Only who proves the secret learns more than that it is none.
+
+        count: False only checks whether it could be used.
 
         Raises:
             NotAdmitted: why.
@@ -177,6 +187,8 @@ class InviteBook:
                 return issued
             if state == "used_up":
                 raise NotAdmitted(f"the invite was used up: it was for {issued.uses}", cause=state)
+            if not count:
+                return issued
             counted = replace(issued, used_by=(*issued.used_by, newcomer))
             self._write({**self._invites, invite_id: counted})
             return counted

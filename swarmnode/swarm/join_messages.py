@@ -5,6 +5,9 @@
     newcomer       proof(32 bytes)
     issuer           admitted(...)
 
+Who wants to see before it joins begins with preview(invite id, wire) instead of join, and is told outline(JSON) instead
+of being admitted; the invite is not used up by that.
+
 Each may end with refused(error) instead. An admission brings all that a member knows: its certificate, the owner's
 keys, the backbone and the bans, and where to find the others.
 """
@@ -32,6 +35,14 @@ _WIRE_MAX: Final = 2**16
 @dataclass(frozen=True, slots=True)
 class Join:
     """I have this invite. `wire` is the newcomer's wire version."""
+
+    invite_id: bytes
+    wire: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """I have this invite, and want to know what I would hold. As Join otherwise."""
 
     invite_id: bytes
     wire: int
@@ -73,6 +84,13 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
+class OutlineIs:
+    """JSON of outline.Outline, not yet judged."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class SeatIs:
     vote_file: bytes
 
@@ -82,8 +100,8 @@ class Refused:
     error: SwarmError
 
 
-Opening: TypeAlias = Join | Renew | Seat
-Reply: TypeAlias = Challenge | Admitted | SeatIs | Refused
+Opening: TypeAlias = Join | Preview | Renew | Seat
+Reply: TypeAlias = Challenge | Admitted | OutlineIs | SeatIs | Refused
 
 
 def encode(message: Opening | Proof | Reply) -> bytes:
@@ -91,6 +109,10 @@ def encode(message: Opening | Proof | Reply) -> bytes:
     match message:
         case Join():
             return encode_frame({"kind": "join", "invite": message.invite_id, "wire": message.wire})
+        case Preview():
+            return encode_frame({"kind": "preview", "invite": message.invite_id, "wire": message.wire})
+        case OutlineIs():
+            return encode_frame({"kind": "outline"}, message.data)
         case Renew():
             return encode_frame({"kind": "renew", "certificate": message.certificate})
         case Seat():
@@ -121,6 +143,9 @@ def decode_opening(frame: Frame) -> Opening:
     match fields.text("kind", 16):
         case "join":
             return Join(fields.binary("invite", INVITE_ID_BYTES, INVITE_ID_BYTES), fields.integer("wire", 0, _WIRE_MAX))
+        case "preview":
+            invite_id = fields.binary("invite", INVITE_ID_BYTES, INVITE_ID_BYTES)
+            return Preview(invite_id, fields.integer("wire", 0, _WIRE_MAX))
         case "renew":
             return Renew(fields.binary("certificate", MEMBERSHIP_BYTES_MAX, 1))
         case "seat":
@@ -145,6 +170,8 @@ def decode_reply(frame: Frame) -> Reply:
             return Challenge(fields.binary("nonce", CHALLENGE_BYTES, CHALLENGE_BYTES))
         case "seat_is":
             return SeatIs(fields.binary("vote_file", VOTE_FILE_BYTES, VOTE_FILE_BYTES))
+        case "outline":
+            return OutlineIs(bytes(frame.payload))
         case "refused":
             return Refused(fields.error("error"))
         case "admitted":

@@ -6,6 +6,7 @@ all else is signed by those keys or by the backbone that they vouch for. The rec
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -17,6 +18,7 @@ from swarmnode import limits
 from swarmnode.identity import verify
 from swarmnode.member_messages import WIRE_VERSION
 from swarmnode.net.interface import DialFailed, Network, NetworkError, PeerId, ProtocolNotSupported, Stream
+from swarmnode.outline import Outline
 from swarmnode.swarm.errors import NotAdmitted
 from swarmnode.swarm.invites import Invite
 from swarmnode.swarm.join_messages import (
@@ -25,6 +27,8 @@ from swarmnode.swarm.join_messages import (
     Challenge,
     Join,
     Opening,
+    OutlineIs,
+    Preview,
     Proof,
     Refused,
     Renew,
@@ -60,6 +64,24 @@ async def join(network: Network, invite: Invite) -> SwarmRecord:
         if not isinstance(admitted, Admitted):
             raise PeerMistake("the inviting peer answers a proof with something else")
     return await trio.to_thread.run_sync(_judge, invite, network.peer_id, admitted)
+
+
+async def preview(network: Network, invite: Invite) -> tuple[Outline, float]:
+    """What the swarm looks like before one joins it, and the round trip in seconds. Raises as `join`."""
+    issuer = await _reach(network, invite.addresses)
+    async with _conversation(network, issuer, "the inviting peer") as stream:
+        began = trio.current_time()
+        challenge = await _ask(stream, Preview(invite.invite_id, WIRE_VERSION))
+        rtt_s = trio.current_time() - began
+        if not isinstance(challenge, Challenge):
+            raise PeerMistake("the inviting peer asks for no proof")
+        told = await _ask(stream, Proof(invite.prove(challenge.nonce, network.peer_id)))
+        if not isinstance(told, OutlineIs):
+            raise PeerMistake("the inviting peer answers a proof with something else")
+        try:
+            return Outline.from_json(json.loads(told.data)), rtt_s
+        except (ValueError, RecursionError) as error:
+            raise PeerMistake(f"the inviting peer's outline is no JSON: {error!s:.100}") from None
 
 
 async def renew(network: Network, backbone_peer: PeerId, record: SwarmRecord) -> MembershipCertificate:
