@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, Final
 
-import click
 import numpy as np
 import pytest
 
@@ -17,17 +16,16 @@ from scheduler import dispatch, liveness
 from swarmnode import expert_messages, limits, pinger, prompt_messages, status_service
 from swarmnode.backbone import election_service, leadership_messages
 from swarmnode.cli.ctl import swarmctl
-from swarmnode.cli.daemon import swarmnode
 from swarmnode.comparing.messages import PROTOCOL as COMPARE_PROTOCOL
 from swarmnode.config import Config, parse_config
 from swarmnode.member_messages import PROTOCOL as MEMBER_PROTOCOL
 from swarmnode.net import limits as net_limits
 from swarmnode.shards.messages import PROTOCOL as SHARDS_PROTOCOL
 from swarmnode.swarm import advert_exchange, join_messages, news, verdicts
+from tests.command_lines import COMMANDS, fault_of
 from tests.documents import DOCUMENTS, ROOT, Document, first_codes, read, rows
 
 PACKAGES: Final = ("backends", "capabilities", "scheduler", "swarmnode")
-COMMANDS: Final = {"swarmctl": swarmctl, "swarmnode": swarmnode}
 FOREIGN_NAMES: Final = {"MockClock"}  # trio's
 
 every_document = pytest.mark.parametrize("document", DOCUMENTS.values(), ids=DOCUMENTS)
@@ -135,28 +133,6 @@ def command_lines(document: Document) -> Iterator[tuple[list[str], bool]]:
         words = span.removeprefix(".venv/bin/").split(" ")
         if words[0] in COMMANDS:
             yield words, False
-
-
-def fault_of(words: Sequence[str], whole: bool) -> str | None:
-    """What is wrong with a command line, or None. Values are not looked at: they may be placeholders."""
-    command: click.Command = COMMANDS[words[0]]
-    context, rest = click.Context(command, info_name=words[0]), list(words[1:])
-    try:
-        while isinstance(command, click.Group):
-            _, rest, _ = command.make_parser(context).parse_args(rest)
-            if not rest:
-                return None if not whole else "no command is named"
-            _, found, rest = command.resolve_command(context, rest)
-            assert found is not None
-            command, context = found, click.Context(found, parent=context)
-        values, extra, _ = command.make_parser(context).parse_args(rest)
-    except click.UsageError as error:
-        return error.format_message()
-    if extra:
-        return f"too many arguments: {extra}"
-    needed = [] if values.get("everybody") else [p for p in command.params if isinstance(p, click.Argument)]  # --all
-    missing = [p.name for p in needed if not isinstance(values[p.name], str)]
-    return f"arguments are missing: {missing}" if missing and (whole or rest) else None
 
 
 @every_document

@@ -77,9 +77,12 @@ for command in _COMMANDS:
 @click.option("--max-tokens", type=click.IntRange(1), help="Longest answer, in tokens.")
 @click.option("--keep", is_flag=True, help="Leave the swarm running and say how to reach it.")
 @click.option("--stop", is_flag=True, help="End the swarm that --keep left.")
+@click.option("--model-only", is_flag=True, help="Make the demo model alone and print its path, for `model add`.")
 @common_options
 @pass_settings
-def demo(settings: Settings, prompt: str | None, max_tokens: int | None, keep: bool, stop: bool) -> int:
+def demo(
+    settings: Settings, prompt: str | None, max_tokens: int | None, keep: bool, stop: bool, model_only: bool
+) -> int:
     """Start a swarm of four daemons on this machine and let it answer a prompt. Needs no daemon.
 
     The demo model is a real mixture of experts, made from a small dense model. Its answer is compared, token by token,
@@ -87,8 +90,11 @@ def demo(settings: Settings, prompt: str | None, max_tokens: int | None, keep: b
     """
     from swarmnode.demo import proof_line, run_demo, stop_kept
 
-    if stop and (keep or prompt is not None or max_tokens is not None):
-        raise UsageError("--stop stands alone", hint="It ends the swarm that --keep left.")
+    if (stop or model_only) and (keep or prompt is not None or max_tokens is not None or (stop and model_only)):
+        option = "--stop" if stop else "--model-only"
+        raise UsageError(f"{option} stands alone", hint="`swarmctl demo --help` explains it.")
+    if model_only:
+        return _make_model(settings)
     if stop:
         common.print_result(settings, stop_kept())
         return 0
@@ -109,6 +115,19 @@ def demo(settings: Settings, prompt: str | None, max_tokens: int | None, keep: b
         click.echo(f"\n{proof_line(result)}")
         _say_how_to_reach(result["peers"])
     return 0 if result["identical"] else common.EXIT_NO
+
+
+def _make_model(settings: Settings) -> int:
+    from backends.demo_model import ensure_demo_model
+    from swarmnode.paths import shared_cache_folder
+
+    with ProgressLine() as progress:
+        path = ensure_demo_model(shared_cache_folder(), progress)
+    if settings.json:
+        common.print_json({"model": str(path)})
+    else:
+        click.echo(str(path))
+    return 0
 
 
 def _say_how_to_reach(peers: list[dict[str, Any]]) -> None:
