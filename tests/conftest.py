@@ -1,9 +1,12 @@
-"""What every test gets: no sight of the daemon of whoever runs it."""
+"""What every test gets: no sight of the daemon of whoever runs it. And which tests run beside each other."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
 
 import hypothesis
 import pytest
@@ -19,6 +22,23 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
 hypothesis.settings.load_profile("shared")
+
+# Tests that start daemons wait more than they compute, but their daemons mind each other's load. With two processes
+# (`make test`) one runs all of these, one file after the other, and the other one everything else, file by file.
+STARTS_DAEMONS: Final = re.compile(r"^from .*\b(local_swarm|swarm_tools|netns|demo|bench)\b", re.MULTILINE)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For pytest-xdist's `--dist loadgroup`; those with daemons first, since they take longest."""
+    groups = {path: _group(path) for path in {item.path for item in items}}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(groups[item.path]))
+    items.sort(key=lambda item: groups[item.path] != "daemons")
+
+
+def _group(path: Path) -> str:
+    return "daemons" if STARTS_DAEMONS.search(path.read_text()) else path.stem
 
 
 @pytest.fixture(autouse=True)

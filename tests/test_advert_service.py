@@ -178,7 +178,7 @@ async def test_hostile_adverts_are_ignored_and_counted_and_go_no_further() -> No
         encode_frame([True], encode_known({"x" * 60: 1}) * 2_000),
         encode_frame({"no": "list"}),
         encode_frame([True], b"\0" * 9),
-        os.urandom(100),
+        pytest.param(os.urandom(100), id="random bytes"),
     ],
 )
 async def test_junk_in_an_exchange_harms_nobody(data: bytes) -> None:
