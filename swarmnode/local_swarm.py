@@ -53,6 +53,8 @@ class LocalNode:
     process: subprocess.Popen[bytes] | None = None
     enter: tuple[str, ...] = ()  # words before the command: where it is to run
     core: int | None = None  # the only one that it may use
+    python: tuple[str, ...] = (sys.executable,)  # what runs it: another processor's Python under an emulator, say
+    start_s: float = START_SECONDS_MAX
     _peer_id: str = ""
 
     @property
@@ -71,7 +73,7 @@ class LocalNode:
     def start(self) -> None:
         """Start the process; it need not be reachable yet."""
         config = self.write_settings()
-        daemon = [sys.executable, "-m", "swarmnode", "run", "--config", str(config), "--data-dir", str(self.folder)]
+        daemon = [*self.python, "-m", "swarmnode", "run", "--config", str(config), "--data-dir", str(self.folder)]
         with self.log.open("ab") as log, _interrupts_held():
             self.process = subprocess.Popen(
                 [*self.enter, *daemon],
@@ -134,7 +136,7 @@ class LocalNode:
         Raises:
             Internal: the daemon ended; the message carries its last words.
         """
-        deadline = time.monotonic() + START_SECONDS_MAX
+        deadline = time.monotonic() + self.start_s
         while True:
             self.check_alive()
             try:
@@ -143,7 +145,7 @@ class LocalNode:
             except NoDaemon:
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded(
-                        f"{self.name} did not start within {START_SECONDS_MAX:g} s", hint=f"See {self.log}."
+                        f"{self.name} did not start within {self.start_s:g} s", hint=f"See {self.log}."
                     ) from None
             time.sleep(_POLL_S)
 

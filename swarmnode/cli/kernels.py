@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 
 import click
@@ -34,6 +35,7 @@ def build(settings: Settings, arm64: bool, vulkan: bool) -> None:
     from swarmnode.kernels.build import Builder
     from swarmnode.kernels.store import kernels_folder, listing
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the compiler ends with us
     groups: list[Group] = ["x86-64"]
     if arm64:
         groups.append("arm64")
@@ -88,3 +90,43 @@ def compare(settings: Settings, targets: tuple[str, ...], types: tuple[str, ...]
         common.print_json(result)
     else:
         click.echo(tables(result, names[0]))
+
+
+@kernels.command()
+@click.argument("workers", nargs=-1)
+@click.option("--model", default="demo", show_default=True, help="A GGUF file, or `demo`.")
+@click.option("--prompt", metavar="TEXT", help="What to ask. Default: a question that the demo model answers well.")
+@click.option("--max-tokens", type=click.IntRange(1, 256), default=32, show_default=True)
+@click.option("--deadline", type=click.FloatRange(1, 86_400), default=1800, show_default=True, help="In seconds.")
+@common_options
+@pass_settings
+def swarm(
+    settings: Settings, workers: tuple[str, ...], model: str, prompt: str | None, max_tokens: int, deadline: float
+) -> None:
+    """Start a swarm whose WORKERS have different kernels, let it answer, and compare with the undivided model.
+
+    A worker is named by its kernels (haswell, vulkan and the others of `swarmctl kernels list`), or is a whole daemon
+    of another processor under an emulator: arm64, or arm64:cortex-a53 and the like for a processor without
+    half-precision arithmetic. Default: haswell x64.
+    """
+    from swarmnode.cli.progress import ProgressLine
+    from swarmnode.kernels.mixed import PROMPT, run_mixed
+
+    with ProgressLine() as progress, common.without_daemon():
+        result = run_mixed(
+            workers or ("haswell", "x64"), model=model, prompt=prompt or PROMPT, max_tokens=max_tokens,
+            deadline_s=deadline, progress=progress,
+        )  # fmt: skip
+    if settings.json:
+        common.print_json(result)
+        return
+    for row in result["workers"]:
+        found = f"sums {row['accumulation']}, activations {row['source']}, {row['experts_held']} experts"
+        same = "the leader's bits" if row["bit_identical_to_leader"] else "other bits than the leader's"
+        click.echo(f"{row['kernel']:20} {row['state']}; {found}; {row['dispatches']} dispatches; {same}")
+    count, first = len(result["answer"]["tokens"]), result["first_difference"]
+    click.echo(
+        f"all {count} tokens equal llama.cpp's on the undivided model"
+        if first is None
+        else f"{first} of {count} tokens are those of llama.cpp on the undivided model; then the answers part"
+    )

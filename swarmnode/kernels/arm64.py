@@ -19,6 +19,7 @@ from typing import Final
 from capabilities.errors import KernelFailed, UsageError
 from swarmnode.bootstrap import Runner
 
+EMULATOR: Final = "qemu-aarch64-static"
 FETCH_TIMEOUT_S: Final = 30 * 60  # 80 MB over a slow line
 _ASK_TIMEOUT_S: Final = 60
 _WANTED: Final = ("python3", "libstdc++6", "libgomp1")
@@ -26,6 +27,11 @@ _WANTED: Final = ("python3", "libstdc++6", "libgomp1")
 _NOT_WANTED: Final = ("perl", "libperl", "dpkg", "tar", "mailcap", "mime-support", "install-info", "libgdbm", "libpcre")
 _PURE: Final = ("python-baseconv",)  # have no wheel
 _GLIBC_OLDEST, _GLIBC_NEWEST = 17, 36  # of manylinux's names; Debian 12 has 2.36
+_COMMAND: Final = """\
+#!/bin/sh
+here=$(dirname "$0")/..
+exec {emulator} -L "$here/root" -0 "$0" "$here/root/usr/bin/{python}" "$@"
+"""
 _APT_CONFIG: Final = """\
 APT::Architecture "arm64";
 APT::Architectures {{"arm64";}};
@@ -37,7 +43,7 @@ Dir::Cache "{folder}/cache";
 
 
 def make_python(runner: Runner, environ: Mapping[str, str], work: Path, to: Path, llama_cpp: Path) -> None:
-    """Make `to`/root and `to`/site; `work` keeps what was fetched, `llama_cpp` is the package's source.
+    """Make `to`/root, `to`/site and `to`/bin/python; `work` keeps what was fetched, `llama_cpp` is the package.
 
     Raises:
         UsageError: the system's packages have no Python that is new enough.
@@ -51,9 +57,20 @@ def make_python(runner: Runner, environ: Mapping[str, str], work: Path, to: Path
     _make_site(runner, environ, work, to / "site", minor)
     package = to / "site" / "llama_cpp"
     shutil.copytree(llama_cpp, package, ignore=shutil.ignore_patterns("lib", "__pycache__"))
+    _make_command(to, f"python3.{minor}")
     if minor == sys.version_info[1]:  # the emulator would take minutes for it
         compile_all: list[str | Path] = [sys.executable, "-m", "compileall", "-q", to / "site"]
         subprocess.run(compile_all, timeout=FETCH_TIMEOUT_S, check=False, stdout=subprocess.DEVNULL)
+
+
+def _make_command(to: Path, python: str) -> None:
+    """`to`/bin/python. Python takes its name for its own, so that its children start under the emulator, too: the
+    system knows no programs of another processor.
+    """
+    command = to / "bin" / "python"
+    command.parent.mkdir()
+    command.write_text(_COMMAND.format(emulator=EMULATOR, python=python))
+    command.chmod(0o755)
 
 
 def _make_root(runner: Runner, environ: Mapping[str, str], work: Path, root: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Final
 
 from backends.ggml import LLAMA_CPP_VERSIONS
 from backends.variants import Group, of_group
+from swarmnode.kernels.arm64 import EMULATOR
 
 VERSION: Final = LLAMA_CPP_VERSIONS[0]
 SHIM: Final = Path(__file__).with_name("vulkan_layer_settings.hpp")
@@ -97,7 +98,7 @@ RECIPES: Final[dict[Group, Recipe]] = {
         (
             Need("gcc-aarch64-linux-gnu", program="aarch64-linux-gnu-gcc"),
             Need("g++-aarch64-linux-gnu", program="aarch64-linux-gnu-g++"),
-            Need("qemu-user-static", program="qemu-aarch64-static"),
+            Need("qemu-user-static", program=EMULATOR),
             Need("apt", program="apt-get"),
             Need("dpkg", program="dpkg"),
         ),

@@ -12,10 +12,10 @@ import backends
 from backends.variant_process import Launch
 from backends.variants import VARIANTS, Group, Variant, find_variant
 from capabilities.errors import UsageError
+from swarmnode.kernels.arm64 import EMULATOR
 from swarmnode.kernels.recipes import RECIPES
 from swarmnode.paths import shared_cache_folder
 
-EMULATOR: Final = "qemu-aarch64-static"
 # An emulated processor takes ten to forty times as long, and its first imports half a minute on a busy machine.
 EMULATED_START_S: Final = 300.0
 EMULATED_CALL_S: Final = 600.0
@@ -97,16 +97,17 @@ def has_gpu(devices: Path = Path("/dev")) -> bool:
 
 
 def emulated_python() -> tuple[str, ...]:
-    """The command of ARM64's Python.
+    """The command of ARM64's Python; it starts itself again as its `sys.executable`.
 
     Raises:
-        UsageError: the emulator is not installed.
+        UsageError: it is not built, or the emulator is not installed.
     """
-    emulator = shutil.which(EMULATOR)
-    if emulator is None:
+    if shutil.which(EMULATOR) is None:
         raise UsageError(f"{EMULATOR} is not installed", hint="`sudo apt install qemu-user-static` (Debian, Ubuntu).")
-    root = group_folder("arm64") / "root"
-    return (emulator, "-L", str(root), str(next(iter(sorted(root.glob("usr/bin/python3.*[0-9]"))), root)))
+    python = group_folder("arm64") / "bin" / "python"
+    if not python.is_file():
+        raise UsageError("there is no ARM64 Python here", hint="`swarmctl kernels build --arm64` makes one.")
+    return (str(python),)
 
 
 def emulated_environ() -> dict[str, str]:
