@@ -35,6 +35,7 @@ from swarmnode.kernels import build as building
 from swarmnode.kernels import store
 from swarmnode.kernels.build import Builder
 from swarmnode.kernels.matrix import compare_all, tables
+from swarmnode.kernels.mixed import run_mixed, worker_row
 from swarmnode.kernels.recipes import RECIPES, SHIM, Need, Part
 from swarmnode.kernels.store import is_built, kernels_called, launch_of
 from tests.documents import first_codes, section
@@ -180,7 +181,7 @@ def test_the_list_says_what_is_documented(capsys: pytest.CaptureFixture[str]) ->
     assert common.main(swarmctl, "swarmctl", ["kernels", "list", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     keys = {f"kernels[].{key}" for row in result["kernels"] for key in row} | set(result) - {"kernels"}
-    listed, _ = section("status.md", "`swarmctl kernels`").split("`swarmctl kernels compare")
+    listed = section("status.md", "`swarmctl kernels`").split("`swarmctl kernels compare")[0]
     assert keys | {"built[]"} == set(first_codes(listed))
 
 
@@ -263,6 +264,7 @@ def test_every_pair_is_compared_and_equal_bits_share_a_line() -> None:
     assert pairs["ggml-cpu", "reference:q8"]["relative_l2"] < 1e-5
     assert 1e-3 < pairs["ggml-cpu", "reference"]["relative_l2"] < 1e-2
     _, compared = section("status.md", "`swarmctl kernels`").split("`swarmctl kernels compare")
+    compared = compared.split("`swarmctl kernels swarm --json`")[0]
     keys = {"targets[]", *(f"operators[].{key}" for key in operator if key != "pairs")}
     assert keys | {f"operators[].pairs[].{key}" for key in pairs["ggml-cpu", "reference"]} == set(first_codes(compared))
     text = tables(result, "ggml-cpu")
@@ -276,3 +278,24 @@ class SameAgain(GgmlExperts):
 
     def __init__(self, *, threads: int) -> None:
         super().__init__(Device("CPU", threads=threads))
+
+
+# -- a swarm of them --------------------------------------------------------------------------------------------------
+
+
+def test_a_swarm_of_unknown_kernels_is_refused_before_anything_starts() -> None:
+    with pytest.raises(UsageError, match="no kernels called 'z80'"):
+        run_mixed(["z80"], model="demo", prompt="?", max_tokens=1, deadline_s=1, progress=lambda *_: None)
+    with pytest.raises(UsageError, match="0 workers"):
+        run_mixed([], model="demo", prompt="?", max_tokens=1, deadline_s=1, progress=lambda *_: None)
+
+
+def test_what_a_worker_of_a_mixed_swarm_says_is_documented() -> None:
+    backend = dict.fromkeys(("device", "numeric_class", "rows_per_s")) | {
+        "accumulation": {"measured": "f32"}, "source": {"measured": "q8"},
+    }  # fmt: skip
+    keys = ("state", "fitness", "experts_held", "dispatches", "bit_identical_to_leader", "error")
+    row = dict.fromkeys(keys) | {"name": "worker-1", "backends": [backend]}
+    listed = section("status.md", "`swarmctl kernels`").split("`swarmctl kernels swarm --json`")[1]
+    found = {code.removeprefix("workers[].") for code in first_codes(listed) if code.startswith("workers[].")}
+    assert set(worker_row("x64", {"peers": [row]}, "worker-1")) == found

@@ -73,7 +73,7 @@ def run_mixed(
     same = list(takewhile(lambda pair: pair[0] == pair[1], pairs))
     return {
         "model": file.name,
-        "workers": [_worker(word, status, node.name) for node, word in zip(swarm.workers, words, strict=True)],
+        "workers": [worker_row(word, status, node.name) for node, word in zip(swarm.workers, words, strict=True)],
         "answer": answer,
         "undivided_tokens": expected,
         "first_difference": None if expected == answer["tokens"] else len(same),
@@ -101,7 +101,8 @@ def _wait_measured(swarm: LocalSwarm, progress: Progress) -> None:
         time.sleep(_LOOK_S)
 
 
-def _worker(word: str, status: Mapping[str, Any], name: str) -> dict[str, Any]:
+def worker_row(word: str, status: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What the leader's status says of a worker."""
     row = next(peer for peer in status["peers"] if peer["name"] == name)
     (backend,) = row["backends"]
     return {
