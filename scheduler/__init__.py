@@ -7,6 +7,7 @@ text_stream  bytes of tokens to text that may be shown
 attempts     one request on the asker's side, across the leaders that come and go
 requests     what enters and leaves the batcher
 answer       one answer while it grows
+fair_queue   whose request is next
 batching     what the trunk decodes next, and what its logits mean for each request
 constraint   what narrows an answer down to the language of a grammar
 tool_calls   calls of tools in an answer

@@ -38,6 +38,7 @@ from capabilities.errors import (
     UsageError,
 )
 from scheduler.answer import Answer, Vocabulary
+from scheduler.fair_queue import FairQueue
 from scheduler.parking import Parking
 from scheduler.requests import Effect, FailedEffect, QueuedEffect, Request
 
@@ -132,7 +133,8 @@ class Batcher:
         self._queue_limit = queue_limit
         self._vocabulary = vocabulary
         self._live: dict[str, Answer] = {}
-        self._waiting: dict[str, Answer] = {}  # first in, first out
+        self._waiting: dict[str, Answer] = {}
+        self._queue: FairQueue[str] = FairQueue()
         self._slots: list[Answer | None] = [None] * slots
         self._to_clear: set[int] = set()
         self._to_cut: dict[int, int] = {}  # sequence: from which position on
@@ -163,6 +165,7 @@ class Batcher:
         if answer.ended is not None:
             return self._finish(answer, now)
         self._waiting[request.id] = answer
+        self._queue.put(request.id, request.client)
         return self._admit(now)
 
     def cancel(self, request_id: str, reason: str, now: float) -> list[Effect]:
@@ -212,9 +215,7 @@ class Batcher:
             return self._issue("decode", [(answer, 1) for answer in decoding])
         return None
 
-    def step_done(
-        self, step: Step, logits: NDArray[np.float32], now: float, *, mixed: bool = False
-    ) -> list[Effect]:
+    def step_done(self, step: Step, logits: NDArray[np.float32], now: float, *, mixed: bool = False) -> list[Effect]:
         """The step's rows are in the cache: sample where they asked for it.
 
         logits: float32 [number of rows that want them, n_vocab]. Some that are not finite fail their request alone.
@@ -276,7 +277,7 @@ class Batcher:
     def queue_position(self, request_id: str) -> int | None:
         """0 = has a slot, 1 = next in the queue; None = not here (any more)."""
         if request_id in self._waiting:
-            return list(self._waiting).index(request_id) + 1
+            return self._queue.order().index(request_id) + 1
         return 0 if request_id in self._live else None
 
     def statistics(self) -> BatcherStatistics:
@@ -381,6 +382,7 @@ class Batcher:
         del self._live[answer.request.id]
         self._parking.forget(answer)
         self._waiting.pop(answer.request.id, None)
+        self._queue.drop(answer.request.id)
         if answer.slot is not None:
             self._slots[answer.slot] = None
             if answer.touched:
@@ -392,12 +394,12 @@ class Batcher:
         """Give free slots to the head of the queue, and tell those whose place changed."""
         effects: list[Effect] = []
         while self._waiting and None in self._slots:
-            answer = self._waiting.pop(next(iter(self._waiting)))
+            answer = self._waiting.pop(self._queue.take())
             slot = self._slots.index(None)
             self._slots[slot] = answer
             answer.admitted(slot, now)
             effects.append(QueuedEffect(answer.request.id, 0))
-        for position, answer in enumerate(self._waiting.values(), 1):
+        for position, answer in enumerate(map(self._waiting.__getitem__, self._queue.order()), 1):
             if answer.queue_position != position:
                 answer.queue_position = position
                 effects.append(QueuedEffect(answer.request.id, position))

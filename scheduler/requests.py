@@ -32,6 +32,7 @@ class Request:
     deadline_s     seconds from submission after which the request fails, waiting or running
     generated      the answer so far, if the request continues one
     choice         which of several answers to the same prompt this is; it selects the random numbers
+    client         whoever asks: nobody's many requests keep another's waiting (fair_queue.py)
     stop_at_end    False makes the model's end tokens ordinary ones (for benchmarks of a fixed length)
     logprobs       tell each token's probability precisely, and so many of the likeliest tokens; None: neither
     constraint     narrows the answer down; it has seen `generated`, and belongs to this request alone
@@ -46,6 +47,7 @@ class Request:
     deadline_s: float = 600.0
     generated: tuple[int, ...] = field(default=(), repr=False)
     choice: int = 0
+    client: str = ""
     stop_at_end: bool = True
     logprobs: int | None = None
     constraint: Constraint | None = field(default=None, repr=False, compare=False)

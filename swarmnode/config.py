@@ -299,6 +299,17 @@ class ApiConfig(_Section):
     """Further names that requests to a loopback address may call it by, for example behind a reverse proxy. Others are
     refused: a page on the internet can point its own name at this machine."""
 
+    parallel: Annotated[int, Field(ge=1, le=256)] = 12
+    """Answers at the same time, for all clients of this daemon together. More wait here, and whoever has least under
+    way goes first. The leader takes 16 from one peer: with 12, `swarmctl ask` always finds a place."""
+
+    waiting_per_client: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Answers that one client may have under way or waiting; more are refused (429). A client is an API key, or without
+    keys an address."""
+
+    answers_per_minute: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Answers that one client may begin in a minute; a burst may have them all at once. 0: as many as it likes."""
+
     @property
     def address(self) -> tuple[str, int] | None:
         """Host and port; None: off."""

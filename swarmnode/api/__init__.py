@@ -7,6 +7,7 @@
     completions   /v1/chat/completions and /v1/completions, whole or as a stream
     schema        their bodies; asking: from those to what the swarm is asked
     answering     the answers as they come; shapes: how each endpoint tells them
+    fair_use      whose answer begins next
     served        the model that may be asked for
     errors        every refusal, in OpenAI's shape
     limits        every bound with its reason

@@ -7,7 +7,7 @@ its Origin, or by a host name that only looks like this machine (DNS rebinding),
 from __future__ import annotations
 
 import hmac
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -21,6 +21,8 @@ from swarmnode.config import ApiConfig
 LOOPBACK_HOSTS: Final = frozenset(("127.0.0.1", "localhost", "::1"))
 OPEN_PATHS: Final = frozenset(("/", "/healthz", "/readyz"))
 """Without a key: what tells nothing but that a daemon is here, and whether it is well."""
+CLIENT: Final = "swarmnode.client"
+"""Where a request's scope has it."""
 _FORM_TYPES: Final = ("application/x-www-form-urlencoded", "multipart/form-data", "text/plain")
 _SAFE_FETCHES: Final = ("same-origin", "none")
 _METHODS: Final = "GET, POST, OPTIONS"
@@ -29,8 +31,10 @@ _PREFLIGHT_SECONDS: Final = 600
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """`headers` go into every answer; `response`, if there is one, is the whole answer (a browser's preflight)."""
+    """`client` is whom limits count for: a key, or an address. `headers` go into every answer; `response`, if there is
+    one, is the whole answer (a browser's preflight)."""
 
+    client: str = ""
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     response: Response | None = None
 
@@ -49,10 +53,11 @@ class Access:
         headers = Headers(scope=scope)
         self._check_host(headers)
         granted = self._check_origin(scope, headers)
-        if granted.response is None:
-            self._check_key(scope, headers)
-            self._check_content(scope, headers)
-        return granted
+        if granted.response is not None:
+            return granted
+        client = self._check_key(scope, headers)
+        self._check_content(scope, headers)
+        return replace(granted, client=client)
 
     def _check_host(self, headers: Headers) -> None:
         if not self._checks_host:
@@ -76,23 +81,26 @@ class Access:
             raise Refusal(403, message, "wrong_origin")
         allow = [(b"access-control-allow-origin", origin.encode()), (b"vary", b"origin")]
         if scope["method"] != "OPTIONS":
-            return Granted(allow)
+            return Granted(headers=allow)
         wanted = headers.get("access-control-request-headers", "authorization, content-type")
         more = {
             "access-control-allow-methods": _METHODS,
             "access-control-allow-headers": wanted,
             "access-control-max-age": str(_PREFLIGHT_SECONDS),
         }
-        return Granted(allow, Response(status_code=204, headers=more))
+        return Granted(headers=allow, response=Response(status_code=204, headers=more))
 
-    def _check_key(self, scope: Scope, headers: Headers) -> None:
+    def _check_key(self, scope: Scope, headers: Headers) -> str:
+        """The client's name."""
         if not self._keys or scope["path"] in OPEN_PATHS or scope["path"].startswith("/static/"):
-            return
+            return f"address {(scope.get('client') or ('',))[0]}"
         scheme, _, shown = headers.get("authorization", "").partition(" ")
         given = shown.strip().encode() if scheme.lower() == "bearer" else b""
-        if not sum(hmac.compare_digest(given, key) for key in self._keys):  # every one, each time
+        matching = [hmac.compare_digest(given, key) for key in self._keys]  # every one, each time
+        if True not in matching:
             message = "no API key, or a wrong one: send `Authorization: Bearer KEY` with one of api.keys"
             raise Refusal(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
+        return f"key {matching.index(True) + 1}"
 
     def _check_content(self, scope: Scope, headers: Headers) -> None:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,24 +13,32 @@ import trio
 
 from swarmnode.api import limits
 from swarmnode.asker import Asker
-from swarmnode.prompt_messages import Ask, Done, Failed, Reply, Token
+from swarmnode.prompt_messages import Ask, Done, Failed, Queued, Reply, Token
 
 _log = structlog.get_logger(__name__)
+
+Turn = Callable[[Callable[[int], None]], AbstractAsyncContextManager[None]]
 
 Event = tuple[int, Reply]
 """Which of the answers, and its reply."""
 
 
 @asynccontextmanager
-async def open_answers(asker: Asker, asks: Sequence[Ask]) -> AsyncIterator[AsyncIterator[Event]]:
+async def open_answers(asker: Asker, asks: Sequence[Ask], turn: Turn) -> AsyncIterator[AsyncIterator[Event]]:
     """The replies to all, as they come, until each had its last. Leaving early frees the leader.
+
+    `turn`: what each waits for before the swarm is asked; it hears the place in the queue meanwhile.
 
     A reply that is Failed is the last one of all: nobody wants the others' answers then.
     """
     send, receive = trio.open_memory_channel[Event](limits.ANSWER_EVENTS_MAX)
 
     async def hear(index: int, ask: Ask) -> None:
-        async with asker.replies(ask) as replies:
+        def show(place: int) -> None:
+            with suppress(trio.WouldBlock):  # a slow client sees fewer places
+                send.send_nowait((index, Queued(place)))
+
+        async with turn(show), asker.replies(ask) as replies:
             async for reply in replies:
                 await send.send((index, reply))
 

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from swarmnode.api.access import Access
 from swarmnode.api.completions import Completions
 from swarmnode.api.errors import Refusal
+from swarmnode.api.fair_use import FairUse
 from swarmnode.api.guard import Guard
 from swarmnode.api.served import ServedModels
 from swarmnode.config import ApiConfig
@@ -19,7 +20,7 @@ from swarmnode.handlers import Services
 def make_app(config: ApiConfig, services: Services) -> ASGIApp:
     """The whole interface as one ASGI app."""
     served = ServedModels(services)
-    completions, models = Completions(services, served), _Models(services, served)
+    completions, models = Completions(services, served, FairUse(config)), _Models(services, served)
     routes = [
         Route("/v1/models", models.list, methods=["GET"]),
         Route("/v1/models/{model:path}", models.one, methods=["GET"]),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import Any, Final
 
@@ -19,9 +20,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from swarmnode.api import limits
-from swarmnode.api.answering import Choice, Event, Told, open_answers, swarm_of, usage_of
+from swarmnode.api.access import CLIENT
+from swarmnode.api.answering import Choice, Event, Told, Turn, open_answers, swarm_of, usage_of
 from swarmnode.api.asking import chat_asks, check_model, completion_asks
 from swarmnode.api.errors import Refusal, refusal_of
+from swarmnode.api.fair_use import FairUse
 from swarmnode.api.schema import ChatBody, CompletionBody, SamplingBody, parse
 from swarmnode.api.served import ServedModels
 from swarmnode.api.shapes import ChatShape, Shape, TextShape
@@ -37,30 +40,33 @@ _SSE_HEADERS: Final = {"cache-control": "no-store", "x-accel-buffering": "no"}  
 class Completions:
     """The two endpoints."""
 
-    def __init__(self, services: Services, served: ServedModels) -> None:
+    def __init__(self, services: Services, served: ServedModels, fair_use: FairUse) -> None:
         self._services = services
         self._served = served
+        self._fair_use = fair_use
 
     async def chat(self, request: Request) -> Response:
         body = await parse(ChatBody, await request.body())
-        return await self._answer(body, chat_asks(body), ChatShape())
+        return await self._answer(request, body, chat_asks(body), ChatShape())
 
     async def completion(self, request: Request) -> Response:
         body = await parse(CompletionBody, await request.body())
         asks = completion_asks(body)
         echo = [ask.prompt or "" for ask in asks] if body.echo else []
-        return await self._answer(body, asks, TextShape(echo, len(asks)))
+        return await self._answer(request, body, asks, TextShape(echo, len(asks)))
 
-    async def _answer(self, body: SamplingBody, asks: Sequence[Ask], shape: Shape) -> Response:
+    async def _answer(self, request: Request, body: SamplingBody, asks: Sequence[Ask], shape: Shape) -> Response:
         asker = self._services.asker
         model = await self._served.now()
         check_model(body.model, model)
+        client: str = request.scope[CLIENT]
+        self._fair_use.admit(client, len(asks))
         name = body.model or ("" if model is None else model.name)
         id_ = f"{shape.prefix}-{asks[0].request_id}"
         fingerprint = None if model is None else model.fingerprint
         told = Told(shape.chunk_kind if body.stream else shape.kind, id_, name, fingerprint)
         _log.info("request.begin", role="asker", request_id=asks[0].request_id, answers=len(asks))
-        job = _Job(asker, asks, told, shape, body.n)
+        job = _Job(asker, asks, told, shape, body.n, partial(self._fair_use.turn, client))
         usage = body.stream_options is not None and body.stream_options.include_usage
         return _Stream(job, with_usage=usage) if body.stream else await _whole(job)
 
@@ -74,6 +80,7 @@ class _Job:
     told: Told
     shape: Shape
     n: int
+    turn: Turn
     choices: list[Choice] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,7 +97,7 @@ class _Job:
 
 
 async def _whole(job: _Job) -> Response:
-    async with open_answers(job.asker, job.asks) as events:
+    async with open_answers(job.asker, job.asks, job.turn) as events:
         async for index, reply in events:
             if isinstance(reply, Failed):
                 raise job.fail(reply)
@@ -118,7 +125,7 @@ class _Stream(Response):
         self._send = send
         last: Refusal | None = None
         try:
-            async with open_answers(self._job.asker, self._job.asks) as events:
+            async with open_answers(self._job.asker, self._job.asks, self._job.turn) as events:
                 last = await self._tell_all(events)
         except BaseException:
             if self._started and trio.current_effective_deadline() == -inf:

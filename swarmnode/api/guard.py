@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from capabilities.errors import SwarmError
 from swarmnode.api import limits
-from swarmnode.api.access import Access
+from swarmnode.api.access import CLIENT, Access
 from swarmnode.api.errors import Refusal, refusal_of
 
 _log = structlog.get_logger(__name__)
@@ -48,6 +48,7 @@ class Guard:
         try:
             granted = self._access.check(scope)
             outgoing.headers = granted.headers
+            scope[CLIENT] = granted.client
             if granted.response is not None:
                 await granted.response(scope, incoming.receive, outgoing.send)
                 return

@@ -47,6 +47,12 @@ STREAM_COMMENT_SECONDS: Final = 10.0
 CHOICES_MAX: Final = 16
 """Answers to one request (`n`, times the prompts of /v1/completions); each takes a place in the leader's queue."""
 
+WAITING_MAX: Final = 1_024
+"""Answers of all clients that wait in this daemon. Each holds its request, 2 MiB at most, usually a few KiB."""
+
+CLIENTS_REMEMBERED_MAX: Final = 1_024
+"""Clients whose rate is known; of more, the one that was silent longest begins anew."""
+
 RETRY_SECONDS: Final = 2
 """What Retry-After says: an election is over by then, a place in a queue often free."""
 

@@ -85,7 +85,7 @@ class PromptService:
         submitted = False
         try:
             try:
-                request = await self._request(ask)
+                request = replace(await self._request(ask), client=asker)
                 self._replace(running)
                 self._engine.submit(request, running.sink)
                 self._running[ask.request_id] = running
