@@ -48,6 +48,9 @@ class Services(Protocol):
 
     async def status(self) -> Mapping[str, Any]: ...
 
+    def counters(self) -> Mapping[str, Any]:
+        """Of this node's `network` and `worker`, since it began; None where it has none."""
+
     async def placement(self, without: str | None) -> Mapping[str, Any]:
         """Who holds what (`swarmctl placement`); `without`: what the loss of that peer would cost, too."""
 
@@ -74,11 +77,10 @@ class Services(Protocol):
 
 
 class HttpState(Protocol):
-    """What `status` says of the daemon's HTTP interface."""
+    """The daemon's HTTP interface, as far as `status` tells of it."""
 
-    def status(self) -> Mapping[str, Any]: ...
-
-    def findings(self, me: str) -> list[dict[str, Any]]: ...
+    def in_status(self, status: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The status with what is to be said of it."""
 
 
 class Handlers:
@@ -110,9 +112,7 @@ class Handlers:
         }
 
     async def status(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
-        status = await self._services.status()
-        findings = [*self._http.findings(status["self"]), *status["findings"]]
-        return {**status, "http": self._http.status(), "findings": findings}
+        return self._http.in_status(await self._services.status())
 
     async def placement(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
         without = params.get("without")

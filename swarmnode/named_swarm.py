@@ -33,7 +33,7 @@ from swarmnode.paths import Paths
 from swarmnode.pinger import serve_pings
 from swarmnode.shards.service import ShardService
 from swarmnode.shards.serving import Serving
-from swarmnode.status import LeaderStatus, NodeFacts, NoMesh, Status
+from swarmnode.status import LeaderStatus, NodeFacts, NoMesh, Status, counters
 from swarmnode.status_service import NodeStatus, ask_leader, placement_request, serve_status
 from swarmnode.swarm.record import peer_of
 from swarmnode.worker.service import Worker
@@ -82,6 +82,7 @@ class NamedLeaderNode(_NamedNode):
 
     def __init__(self, network: Network, config: Config, paths: Paths, threads: int) -> None:
         super().__init__(config, paths)
+        self._network = network
         self.models = Models(paths.models)
         serve_pings(network)
         ShardService(Serving(self.models, None).find).register(network)
@@ -99,6 +100,9 @@ class NamedLeaderNode(_NamedNode):
 
     async def status(self) -> Mapping[str, Any]:
         return self._view.view()
+
+    def counters(self) -> Mapping[str, Any]:
+        return counters(self._network, None)
 
     async def placement(self, without: str | None) -> Mapping[str, Any]:
         return self.leader.placement(without)
@@ -156,6 +160,9 @@ class NamedWorkerNode(_NamedNode):
 
     async def status(self) -> Mapping[str, Any]:
         return await self._view.view()
+
+    def counters(self) -> Mapping[str, Any]:
+        return counters(self._network, self._worker)
 
     async def placement(self, without: str | None) -> Mapping[str, Any]:
         request = placement_request(without)

@@ -165,6 +165,9 @@ class Node:
             return self._alone()
         return await self._participant.status()
 
+    def counters(self) -> Mapping[str, Any]:
+        return {"network": None, "worker": None} if self._participant is None else self._participant.counters()
+
     def _alone(self) -> Status:
         """Outside of a swarm, or on the way into one."""
         facts, me, record = self._parts.facts, self._identity.peer_id, self._store.record

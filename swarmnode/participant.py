@@ -57,7 +57,7 @@ from swarmnode.shards.borrowing import Borrowing
 from swarmnode.shards.pace import Pace
 from swarmnode.shards.service import ShardService
 from swarmnode.shards.serving import Serving
-from swarmnode.status import LeaderStatus, Status
+from swarmnode.status import LeaderStatus, Status, counters
 from swarmnode.status_service import NodeStatus, ask_leader, placement_request, serve_status
 from swarmnode.swarm.admission import AdmissionService
 from swarmnode.swarm.advert_node import OpenDht, SwarmAdverts, open_swarm_adverts
@@ -377,6 +377,9 @@ class Participant:
         if self.leader is None:
             return await self._status.view()
         return self._status.with_own(self._leader_status(self.leader).view())
+
+    def counters(self) -> Status:
+        return counters(self._network, self.worker)
 
     def _leader_status(self, leader: Leader) -> LeaderStatus:
         return LeaderStatus(self._network, leader, self._parts.facts, self._mesh)

@@ -20,6 +20,7 @@ from swarmnode.leader.members import Member
 from swarmnode.leader.service import Leader
 from swarmnode.net.interface import Network
 from swarmnode.version import VERSION
+from swarmnode.worker.service import Worker
 
 Status = dict[str, Any]
 
@@ -111,6 +112,15 @@ def unknown_backend(name: str, device: str) -> Status:
 def network_status(network: Network) -> Status:
     """What this node's network met so far: connections, streams, and what was refused."""
     return {key: value for key, value in asdict(network.statistics()).items() if not key.startswith("bytes_")}
+
+
+def counters(network: Network, worker: Worker | None) -> Status:
+    """What a node counts of itself, for its metrics."""
+    if worker is None:
+        return {"network": asdict(network.statistics()), "worker": None}
+    held = worker.serving
+    experts = {"experts_held": 0 if held is None else held.experts_held, "bytes_held": worker.bytes_held}
+    return {"network": asdict(network.statistics()), "worker": {**asdict(worker.experts.statistics), **experts}}
 
 
 def peer_row(peer: str, name: str, state: str, backends: list[Status], **more: Any) -> Status:

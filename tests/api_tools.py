@@ -92,6 +92,14 @@ class FakeSwarm:
         self.came = trio.Event()
         return self.conversations[-1]
 
+    def counters(self) -> Mapping[str, Any]:
+        return {"network": None, "worker": None}
+
+    async def placement(self, without: str | None) -> Mapping[str, Any]:
+        if self.refusal is not None:
+            raise self.refusal
+        return {"epoch": 1, "without": without}
+
     async def status(self) -> Mapping[str, Any]:
         return {"self": "me", "model": self.model, "ready": self.ready, "reason": None, "findings": [], "peers": []}
 
@@ -105,7 +113,7 @@ class Served:
 
     @property
     def url(self) -> str:
-        return str(self.http.status()["url"])
+        return str(self.http.url)
 
     @property
     def port(self) -> int:

@@ -360,19 +360,24 @@ async def test_a_port_that_is_taken_is_told_and_tried_again(monkeypatch: pytest.
     taken = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{taken.getsockname()[1]}"
     async with serving_http(answer, listen=address) as served:
-        assert served.http.status() == {"listen": address, "url": None, "error": "another program uses it"}
-        (finding,) = served.http.findings("me")
+        status = served.http.in_status(await served.swarm.status())
+        assert status["http"] == {"listen": address, "url": None, "error": "another program uses it"}
+        (finding,) = status["findings"]
         assert (finding["kind"], finding["peer"]) == ("http_address", "me")
         assert "api.listen" in finding["hint"]
         taken.close()
         with trio.fail_after(5):
-            while served.http.status()["url"] is None:  # noqa: ASYNC110 (nothing tells)
+            while served.http.url is None:  # noqa: ASYNC110 (nothing tells)
                 await trio.sleep(0.01)
-        assert served.http.findings("me") == []
+        assert served.http.in_status(await served.swarm.status())["findings"] == []
         async with served.client() as client:
             assert (await client.get("/healthz")).status_code == 200
 
 
 async def test_switched_off_it_listens_nowhere() -> None:
     async with serving_http(answer, listen="off") as served:
-        assert served.http.status() == {"listen": "off", "url": None, "error": None}
+        assert served.http.in_status(await served.swarm.status())["http"] == {
+            "listen": "off",
+            "url": None,
+            "error": None,
+        }

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import OpenAI
@@ -127,6 +128,41 @@ def test_null_is_absent_and_unknown_fields_are_passed_over(client: OpenAI) -> No
     more = {"top_p": None, "stop": None, "n": None, "logprobs": None, "tools": None, "user": "me", "wished": 1}
     answer = client.chat.completions.create(model=MODEL, messages=messages(), max_tokens=1, extra_body=more)
     assert len(answer.choices) == 1
+
+
+def test_logs_and_metrics_hold_nothing_of_what_was_asked_and_answered(served: Served, client: OpenAI) -> None:
+    secret = "xylophone-quartz"
+    asked: Any = {"model": MODEL, "messages": messages(f"Say {secret}."), "max_tokens": 30, **FREE}
+    asked["extra_body"] = {"ignore_eos": True, "response_format": None, "user": "user-of-the-quartz"}
+    answer = client.chat.completions.create(**asked).choices[0].message.content
+    streamed = [c.choices[0].delta.content for c in client.chat.completions.create(**asked, stream=True)]
+    for bad in ({"temperature": secret}, {"stop": [secret] * 99}, {"logit_bias": {secret: 1}}):
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(**{**asked, "extra_body": bad})
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(**{**asked, "model": secret})
+    assert answer
+    assert streamed
+    for node in served.swarm.nodes:
+        log, metrics = node.log.read_text(), httpx.get(f"{node.status()['http']['url']}/metrics").text
+        assert "request.begin" in log
+        for text in (secret, "quartz", answer[:12]):
+            assert text not in log
+            assert text not in metrics
+
+
+def test_metrics_of_a_leader_that_served(served: Served) -> None:
+    with client_of(served.leader) as client:
+        client.completions.create(model=MODEL, prompt="One", max_tokens=5, **FREE)
+    found = httpx.get(f"{served.leader.status()['http']['url']}/metrics").text
+    worker = httpx.get(f"{served.workers[0].status()['http']['url']}/metrics").text
+    value = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in found.splitlines() if line[0] != "#"}
+    assert value["swarmnode_tokens_total"] >= 5
+    assert value["swarmnode_layer_seconds_count"] >= 4
+    assert value["swarmnode_ready"] == value["swarmnode_leading"] == 1
+    assert value["swarmnode_coverage_min_copies"] == 1
+    assert "swarmnode_tokens_total" not in worker
+    assert "swarmnode_worker_dispatches_total" in worker
 
 
 def test_outside_of_a_swarm_every_question_has_its_reason(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@
     answering     the answers as they come; shapes: how each endpoint tells them
     fair_use      whose answer begins next
     served        the model that may be asked for
+    views         health, readiness, metrics, and what pages read (seen: not more often than every second)
     errors        every refusal, in OpenAI's shape
     limits        every bound with its reason
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route, Router
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import BaseRoute, Mount, Route, Router
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swarmnode.api.access import Access
@@ -12,21 +17,34 @@ from swarmnode.api.completions import Completions
 from swarmnode.api.errors import Refusal
 from swarmnode.api.fair_use import FairUse
 from swarmnode.api.guard import Guard
+from swarmnode.api.metrics import HttpMetrics
 from swarmnode.api.served import ServedModels
+from swarmnode.api.views import Views
 from swarmnode.config import ApiConfig
 from swarmnode.handlers import Services
 
+STATIC: Final = Path(__file__).parent / "static"
+"""The files of the daemon's own page, if it has one: index.html is `/`, everything lies under /static/."""
 
-def make_app(config: ApiConfig, services: Services) -> ASGIApp:
-    """The whole interface as one ASGI app."""
-    served = ServedModels(services)
-    completions, models = Completions(services, served, FairUse(config)), _Models(services, served)
-    routes = [
+
+def make_app(config: ApiConfig, services: Services, status: Callable[[], Awaitable[Mapping[str, Any]]]) -> ASGIApp:
+    """The whole interface as one ASGI app. `status`: as `swarmctl status --json` prints it."""
+    fair_use = FairUse(config)
+    metrics = HttpMetrics(fair_use)
+    views = Views(services, status, metrics)
+    served = ServedModels(views.status_now)
+    completions, models = Completions(services, served, fair_use, metrics), _Models(services, served)
+    routes: list[BaseRoute] = [
         Route("/v1/models", models.list, methods=["GET"]),
         Route("/v1/models/{model:path}", models.one, methods=["GET"]),
         Route("/v1/chat/completions", completions.chat, methods=["POST"]),
         Route("/v1/completions", completions.completion, methods=["POST"]),
-        Route("/healthz", healthz, methods=["GET"]),
+        Route("/healthz", views.healthz, methods=["GET"]),
+        Route("/readyz", views.readyz, methods=["GET"]),
+        Route("/metrics", views.metrics, methods=["GET"]),
+        Route("/api/status", views.status, methods=["GET"]),
+        Route("/api/placement", views.placement, methods=["GET"]),
+        *_page(),
     ]
     router = Router(routes, redirect_slashes=False)
 
@@ -34,12 +52,17 @@ def make_app(config: ApiConfig, services: Services) -> ASGIApp:
         scope["app"] = router  # so that a router that finds nothing raises, rather than answers as it likes
         await router(scope, receive, send)
 
-    return Guard(app, Access(config))
+    return Guard(app, Access(config), metrics)
 
 
-async def healthz(request: Request) -> Response:
-    """The daemon runs, and its event loop answers."""
-    return PlainTextResponse("ok\n")
+def _page() -> list[BaseRoute]:
+    if not STATIC.is_dir():
+        return []
+
+    async def index(request: Request) -> Response:
+        return FileResponse(STATIC / "index.html")
+
+    return [Route("/", index, methods=["GET"]), Mount("/static", StaticFiles(directory=STATIC))]
 
 
 class _Models:

@@ -25,6 +25,7 @@ from swarmnode.api.answering import Choice, Event, Told, Turn, open_answers, swa
 from swarmnode.api.asking import chat_asks, check_model, completion_asks
 from swarmnode.api.errors import Refusal, refusal_of
 from swarmnode.api.fair_use import FairUse
+from swarmnode.api.metrics import HttpMetrics
 from swarmnode.api.schema import ChatBody, CompletionBody, SamplingBody, parse
 from swarmnode.api.served import ServedModels
 from swarmnode.api.shapes import ChatShape, Shape, TextShape
@@ -40,10 +41,11 @@ _SSE_HEADERS: Final = {"cache-control": "no-store", "x-accel-buffering": "no"}  
 class Completions:
     """The two endpoints."""
 
-    def __init__(self, services: Services, served: ServedModels, fair_use: FairUse) -> None:
+    def __init__(self, services: Services, served: ServedModels, fair_use: FairUse, metrics: HttpMetrics) -> None:
         self._services = services
         self._served = served
         self._fair_use = fair_use
+        self._metrics = metrics
 
     async def chat(self, request: Request) -> Response:
         body = await parse(ChatBody, await request.body())
@@ -66,7 +68,7 @@ class Completions:
         fingerprint = None if model is None else model.fingerprint
         told = Told(shape.chunk_kind if body.stream else shape.kind, id_, name, fingerprint)
         _log.info("request.begin", role="asker", request_id=asks[0].request_id, answers=len(asks))
-        job = _Job(asker, asks, told, shape, body.n, partial(self._fair_use.turn, client))
+        job = _Job(asker, asks, told, shape, body.n, partial(self._fair_use.turn, client), self._metrics)
         usage = body.stream_options is not None and body.stream_options.include_usage
         return _Stream(job, with_usage=usage) if body.stream else await _whole(job)
 
@@ -81,10 +83,21 @@ class _Job:
     shape: Shape
     n: int
     turn: Turn
+    metrics: HttpMetrics
     choices: list[Choice] = field(init=False)
+    began_s: float = field(default_factory=trio.current_time)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "choices", [Choice() for _ in self.asks])
+
+    def take(self, index: int, reply: Reply) -> str:
+        """The text that a reply adds to its answer."""
+        choice = self.choices[index]
+        if isinstance(reply, Token):
+            self.metrics.token()
+            if not choice.tokens:
+                self.metrics.first_token(trio.current_time() - self.began_s)
+        return choice.take(reply)
 
     def end(self) -> None:
         tokens = sum(len(choice.tokens) for choice in self.choices)
@@ -101,7 +114,7 @@ async def _whole(job: _Job) -> Response:
         async for index, reply in events:
             if isinstance(reply, Failed):
                 raise job.fail(reply)
-            job.choices[index].take(reply)
+            job.take(index, reply)
     job.end()
     choices = [job.shape.whole(index, choice) for index, choice in enumerate(job.choices)]
     swarm = swarm_of(job.asks, job.choices)
@@ -161,7 +174,7 @@ class _Stream(Response):
     async def _tell(self, index: int, reply: Reply) -> None:
         choice, shape = self._job.choices[index], self._job.shape
         token = reply if isinstance(reply, Token) and reply.logprob is not None else None
-        if (text := choice.take(reply)) or token is not None:
+        if (text := self._job.take(index, reply)) or token is not None:
             await self._chunk([shape.piece(index, text, token)])
         match reply:
             case Done():

@@ -7,7 +7,7 @@ and a client that goes away cancels its request wherever that is, which frees th
 from __future__ import annotations
 
 import traceback
-from typing import Any
+from typing import Any, Final
 
 import structlog
 import trio
@@ -18,16 +18,22 @@ from capabilities.errors import SwarmError
 from swarmnode.api import limits
 from swarmnode.api.access import CLIENT, Access
 from swarmnode.api.errors import Refusal, refusal_of
+from swarmnode.api.metrics import HttpMetrics
 
 _log = structlog.get_logger(__name__)
+
+
+GONE: Final = 499
+"""In the metrics: the client went away before its answer began."""
 
 
 class Guard:
     """An ASGI app around another one."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: Access, metrics: HttpMetrics) -> None:
         self._app = app
         self._access = access
+        self._metrics = metrics
         self._bodies = _Bodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,6 +49,7 @@ class Guard:
                 nursery.cancel_scope.cancel()
         finally:
             incoming.release()
+            self._metrics.answered(scope["path"], outgoing.status)
 
     async def _answer(self, scope: Scope, incoming: _Incoming, outgoing: _Outgoing) -> None:
         try:
@@ -55,7 +62,7 @@ class Guard:
             await self._app(scope, incoming.receive, outgoing.send)
         except Exception as error:
             refusal = _refusal(error)
-            if outgoing.started:  # nothing can be said any more; the connection ends, so the client knows
+            if outgoing.status != GONE:  # nothing can be said any more; the connection ends, so the client knows
                 _log.warning("api.answer_broke_off", reason=refusal.code)
                 return
             with trio.move_on_after(limits.DISCARD_SECONDS_MAX):
@@ -170,7 +177,7 @@ class _Outgoing:
     """ASGI's send, with headers that stand in every answer, and the knowledge whether one has begun."""
 
     def __init__(self, send: Send, incoming: _Incoming) -> None:
-        self.started = False
+        self.status = GONE
         self.headers: list[tuple[bytes, bytes]] = []
         self._send = send
         self._incoming = incoming
@@ -180,6 +187,6 @@ class _Outgoing:
             return
         self._incoming.answered = message["type"] == "http.response.body" and not message.get("more_body")
         if message["type"] == "http.response.start":
-            self.started = True
+            self.status = message["status"]
             message = {**message, "headers": [*message.get("headers", ()), *self.headers]}
         await self._send(message)

@@ -56,8 +56,11 @@ CLIENTS_REMEMBERED_MAX: Final = 1_024
 RETRY_SECONDS: Final = 2
 """What Retry-After says: an election is over by then, a place in a queue often free."""
 
-SERVED_MODEL_SECONDS: Final = 2.0
-"""How long the served model's name is believed before the leader is asked again."""
+SEEN_SECONDS: Final = 1.0
+"""How long a status or a placement is shown again: a page may ask each second, and so may many pages."""
+
+SEEN_MAX: Final = 8
+"""Placements without one peer or another that are kept for so long."""
 
 LISTEN_RETRY_SECONDS: Final = 5.0
 """A port that is taken is tried again so often: whoever frees it sees the daemon take it at once."""

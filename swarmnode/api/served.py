@@ -1,7 +1,4 @@
-"""The model that the swarm serves, as a client sees it: a name that may be asked for, and since when.
-
-The leader knows it. A node that does not lead asks, not more often than every few seconds.
-"""
+"""The model that the swarm serves, as a client sees it: a name that may be asked for, and since when."""
 
 from __future__ import annotations
 
@@ -11,10 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import trio
-
-from swarmnode.api import limits
-from swarmnode.handlers import Services
+from swarmnode.api.seen import Seen
 
 _ID_CHARS: Final = 10
 
@@ -32,20 +26,15 @@ class ServedModel:
 
 
 class ServedModels:
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    """`status`: as it was a moment ago."""
+
+    def __init__(self, status: Seen[Mapping[str, Any]]) -> None:
+        self._status = status
         self._started_s = int(time.time())
-        self._turn = trio.Lock()
-        self._known: ServedModel | None = None
-        self._until = -1.0
 
     async def now(self) -> ServedModel | None:
         """The served model; None if there is none, or nobody who would know."""
-        async with self._turn:
-            if trio.current_time() >= self._until:
-                self._known = _model_of(await self._services.status())
-                self._until = trio.current_time() + (limits.SERVED_MODEL_SECONDS if self._known else 0)
-            return self._known
+        return _model_of(await self._status.now())
 
     def to_json(self, model: ServedModel) -> dict[str, Any]:
         """As /v1/models shows it. When it was made nobody knows: `created` is when this daemon started."""

@@ -7,6 +7,7 @@ tried again, so that it mends itself once the other program is gone.
 from __future__ import annotations
 
 import errno
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -25,22 +26,25 @@ if TYPE_CHECKING:
 _log = structlog.get_logger(__name__)
 
 
-def _connections(config: ApiConfig, services: Services) -> Connections:
-    from swarmnode.api.app import make_app  # a third of a second, which a daemon without HTTP need not spend
-    from swarmnode.api.connection import Connections
-
-    return Connections(make_app(config, services))
-
-
 class Http:
     """Run `run` in a nursery."""
 
     def __init__(self, config: ApiConfig, services: Services) -> None:
         self._address = config.address
         self._listen = config.listen
-        self._connections = None if self._address is None else _connections(config, services)
+        self._services = services
         self._bound: str | None = None
         self._error: str | None = None
+        self._connections = None if self._address is None else self._open(config)
+
+    def _open(self, config: ApiConfig) -> Connections:
+        from swarmnode.api.app import make_app  # a third of a second, which a daemon without HTTP need not spend
+        from swarmnode.api.connection import Connections
+
+        async def status() -> Mapping[str, Any]:
+            return self.in_status(await self._services.status())
+
+        return Connections(make_app(config, self._services, status))
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; `started()` once clients can connect, or it is known why they cannot."""
@@ -76,14 +80,18 @@ class Http:
 
     # -- what `status` says -------------------------------------------------------------------------------------
 
-    def status(self) -> dict[str, Any]:
-        return {
-            "listen": self._listen,
-            "url": None if self._bound is None else f"http://{self._bound}",
-            "error": self._error,
-        }
+    @property
+    def url(self) -> str | None:
+        """Where it answers, if it does."""
+        return None if self._bound is None else f"http://{self._bound}"
 
-    def findings(self, me: str) -> list[dict[str, Any]]:
+    def in_status(self, status: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The node's status with this interface in it."""
+        http = {"listen": self._listen, "url": self.url, "error": self._error}
+        findings = [*self._findings(status["self"]), *status["findings"]]
+        return {**status, "http": http, "findings": findings}
+
+    def _findings(self, me: str) -> list[dict[str, Any]]:
         if self._error is None:
             return []
         message = f"no HTTP interface: it cannot listen on {self._listen}, since {self._error}"

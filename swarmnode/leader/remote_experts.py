@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import queue
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -35,18 +36,23 @@ _SAMPLES_MAX: Final = 64  # steps
 _SAMPLE_S: Final = 10.0  # rows come with each token of any request
 _SLICE_S: Final = 0.25  # our clock counts no more for one wait or one computation, so our own sleep is nobody's fault
 
+LAYER_SECONDS_BOUNDS: Final = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)
+"""From kernels on one machine to the deadline of a layer, in steps that tell a LAN, a continent and trouble apart."""
+
 
 @dataclass
 class LayerTiming:
     """Layers that were computed elsewhere, and seconds from handing a layer over to having its rows.
 
-    `decode_*` counts those of one token alone, whose time is nearly all round trip.
+    `decode_*` counts those of one token alone, whose time is nearly all round trip; `by_seconds` has these by their
+    time: up to each of LAYER_SECONDS_BOUNDS, and above them all.
     """
 
     layers: int = 0
     round_trip_s: float = 0.0
     decode_layers: int = 0
     decode_round_trip_s: float = 0.0
+    by_seconds: list[int] = field(default_factory=lambda: [0] * (len(LAYER_SECONDS_BOUNDS) + 1))
 
 
 @dataclass
@@ -356,3 +362,4 @@ class RemoteExperts:
         if flight.ids_shape[0] == 1:
             timing.decode_layers += 1
             timing.decode_round_trip_s += seconds
+            timing.by_seconds[bisect_left(LAYER_SECONDS_BOUNDS, seconds)] += 1
