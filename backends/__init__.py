@@ -15,6 +15,7 @@ Experts
     capture, replay  from llama.cpp's graph to a program, from a program to a ggml graph
     experts          the ExpertBackend protocol, and ggml's implementation of it
     numpy_reference  another one, in float64, float32 or float16 (numpy_functions)
+    switched         the reference with switches, to tell what a difference comes from; sum_orders: how kernels add
     row_operators    softmax and RMS norm, which no expert computes but every trunk does
     activations      rows rounded once, by the leader, where that is exact
 

@@ -153,6 +153,17 @@ def _round_q8_0(x: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.asarray(np.rint(blocks * inverse) * scale, np.float32).reshape(x.shape)
 
 
+def round_q8_plainly(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Blocks of 32 signed bytes as ggml's kernels without vectors round them: the step is inverted once it is rounded
+    to single precision, and ties go away from zero. One code in some hundred thousand is another one."""
+    blocks = x.reshape(-1, _BLOCK)
+    step = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(_LEVELS)
+    inverse = np.divide(np.float32(1), step, out=np.zeros_like(step), where=step > 0)
+    scaled = blocks * inverse
+    codes = np.sign(scaled) * np.floor(np.abs(scaled).astype(np.float64) + 0.5)
+    return np.asarray(codes * step.astype(np.float16), np.float32).reshape(x.shape)
+
+
 def _round_q8_k(x: NDArray[np.float32]) -> NDArray[np.float32]:
     blocks = x.reshape(-1, _SUPER_BLOCK)
     largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1, keepdims=True), axis=1)

@@ -25,12 +25,12 @@ from backends.experts import F32, I32, ReadSlice, check_rows, not_held, places_o
 from backends.manifest import ExpertTensor, LayerExperts
 from backends.numpy_functions import Rows, glu, round_activations, unary
 from backends.program import ExpertProgram, Node
+from backends.sum_orders import add_in_halves
 from capabilities.errors import Internal, UnsupportedModel
 
 Accumulate = Literal["float64", "float32", "float16"]
 
 DEQUANTISED_BYTES_MAX: Final = 64 << 20  # kept between calls; the expert in use may take more
-_HALF_RUN: Final = 16  # products that are added before a sum is rounded to half precision, as matrix units do
 _NAMES: Final = {"float64": "numpy-f64", "float32": "numpy-f32", "float16": "numpy-f16"}
 _DECLARES: Final = {"float64": ("f32", "f32"), "float32": ("f32", "f32"), "float16": ("f16", "f16")}
 
@@ -128,12 +128,7 @@ class NumpyExperts:
             a = round_activations(np.ascontiguousarray(a, np.float32), kind).astype(self._dtype)
         if self._accumulate != "float16":
             return a @ weight.T
-        a = a.astype(np.float16).astype(np.float32)
-        total = np.zeros((len(a), len(weight)), np.float16)
-        for start in range(0, a.shape[1], _HALF_RUN):
-            run = slice(start, start + _HALF_RUN)
-            total += (a[:, run] @ weight[:, run].T).astype(np.float16)
-        return total.astype(np.float32)
+        return add_in_halves(a.astype(np.float16).astype(np.float32), weight)
 
     def _weights(self, held: _Layer, expert: int) -> dict[str, Rows]:
         """One expert's weights, [n_out, n_in] for a matrix, dequantised now or lately."""

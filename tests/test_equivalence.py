@@ -20,13 +20,14 @@ from capabilities.errors import UnsupportedModel, UsageError
 from swarmnode.cli import common, ctl
 from swarmnode.cli import equivalence as command
 from swarmnode.equivalence.answers import PROMPT_TOKENS, race
+from swarmnode.equivalence.causes import ACCUMULATION, ROUNDING
 from swarmnode.equivalence.ops import op_level
 from swarmnode.equivalence.page import page_of, write_page
 from swarmnode.equivalence.passes import WINDOW, decode
 from swarmnode.equivalence.recipes import Sizes
 from swarmnode.equivalence.run import run_equivalence
 from swarmnode.equivalence.splits import split_model
-from swarmnode.equivalence.targets import ACCUMULATION, ROUNDING, find_target
+from swarmnode.equivalence.targets import find_target
 from swarmnode.equivalence.text import bundled_questions
 from swarmnode.local_experts import LocalExperts
 from tests.documents import first_codes, section

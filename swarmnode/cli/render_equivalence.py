@@ -97,7 +97,7 @@ def _operators(level: Mapping[str, Any]) -> Table:
             f"{row['min_cosine']:.7f}",
             f"{row['tolerance']['median_relative_l2']:.1e}",
             "-" if rounded is None else f"{rounded['a']:.0e}, {rounded['b']:.0e}",
-            row.get("cause") or "-",
+            row["cause"] or ("-" if row["bit_identical"] else "not attributable"),
             "" if row["pass"] else "FAIL",
         )
     return table

@@ -4,6 +4,7 @@
     peers      peers as targets: by name, and what they compute by way of this machine's daemon
     recipes    what the level op computes, by name, so that another machine can compute the same
     ops        the level op: single operators, by weight type and batch width
+    causes     what an operator's difference comes from, by a reference with switches
     splits     one model in llama.cpp whose experts two targets compute in turn
     shared     a side's experts on two machines: those that a peer holds, and the rest
     passes     a text through both models: the levels layer, logits and decisions

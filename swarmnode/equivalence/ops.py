@@ -3,15 +3,14 @@
 A product is compared for every weight type and several lengths of its sums. Beside the pair's own difference stands how
 far each side is from the exact product and from one whose activations were rounded as ggml's CPU kernels round them:
 most of a CPU's distance to exact arithmetic is those eight bits. Each side must be near one of the two by itself, so
-that the rounding of one side hides nothing of the other. Where a side can be computed with one thing switched,
-the switch that takes most of the difference away names its cause.
+that the rounding of one side hides nothing of the other. What the difference comes from is told in causes.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any
 
 from backends.experts import F32
 from backends.gguf_types import GGML_TYPES
@@ -20,12 +19,11 @@ from capabilities.equivalence import Difference, difference, worst
 from capabilities.errors import UnsupportedModel
 from capabilities.precision import Precision
 from capabilities.tolerances import RowLimits, element_limits, product_limits, row_limits
+from swarmnode.equivalence.causes import attribute
 from swarmnode.equivalence.recipes import AFAR_WIDTHS, GATED_LENGTH, ROW_LENGTHS, ROW_OPERATORS, Recipe, Sizes
 from swarmnode.equivalence.targets import EXACT, ROUNDED, Target, find_target
 
 Progress = Callable[[str, int, int], None]
-
-CAUSE_SHARE: Final = 0.5  # a switch is the cause if it leaves less than this of the difference
 
 def op_level(a: Target, b: Target, sizes: Sizes, progress: Progress) -> dict[str, Any]:
     """Compare two targets. `ops` of the result has a row for each operator; what a side cannot do is in `skipped`.
@@ -83,14 +81,7 @@ def _products(a: Target, b: Target, kind: int, sizes: Sizes) -> Iterator[dict[st
         recipe = Recipe("matmul", weights.name, length, sizes.widths)
         terms = recipe.values
         of_a, of_b = a.outputs(recipe), b.outputs(recipe)
-        known = {a.name: of_a, b.name: of_b}
-
-        def outputs_of(target: Target, known: dict[str, list[F32]] = known, recipe: Recipe = recipe) -> list[F32]:
-            if target.name not in known:
-                known[target.name] = target.outputs(recipe)
-            return known[target.name]
-
-        exact, rounded = outputs_of(find_target(EXACT)), outputs_of(find_target(ROUNDED))
+        exact, rounded = (find_target(name).outputs(recipe) for name in (EXACT, ROUNDED))
         limits = product_limits(weights.name, weights.block, terms, measured["a"].source, measured["b"].source)
         row = _row("matmul", weights.name, terms, of_a, of_b, limits)
         row["measured"] = {side: asdict(verdict) for side, verdict in measured.items()}
@@ -103,30 +94,11 @@ def _products(a: Target, b: Target, kind: int, sizes: Sizes) -> Iterator[dict[st
                 product_limits(weights.name, weights.block, terms, source, source)
             ) or to_exact.within(product_limits(weights.name, weights.block, terms, source, Precision.F32))
         row["pass"] = row["pass"] and all(row["alone"].values())
-        row["causes"], row["cause"] = _causes(a, b, outputs_of)
-        yield row
-
-
-def _causes(a: Target, b: Target, outputs_of: Callable[[Target], list[F32]]) -> tuple[list[dict[str, Any]], str | None]:
-    """What is left of the difference with one thing switched, and the switch that leaves least, if little enough."""
-    of_a, of_b = outputs_of(a), outputs_of(b)
-    before = _apart(of_a, of_b)
-    found: list[dict[str, Any]] = [
-        {"cause": cause, "side": side, "relative_l2": _apart(outputs_of(switched), other)}
-        for side, target, other in (("a", a, of_b), ("b", b, of_a))
-        for cause, switched in target.switches.items()
-    ]
-    best = min(found, key=lambda row: row["relative_l2"], default=None)
-    named = best is not None and before > 0 and best["relative_l2"] < CAUSE_SHARE * before
-    return found, best["cause"] if best is not None and named else None
+        yield row | attribute(recipe, of_a, of_b, (a.setting, b.setting))
 
 
 def _difference(a: Sequence[F32], b: Sequence[F32]) -> Difference:
     return worst([difference(one, other) for one, other in zip(a, b, strict=True)])
-
-
-def _apart(a: Sequence[F32], b: Sequence[F32]) -> float:
-    return _difference(a, b).relative_l2
 
 
 def _row(
@@ -148,7 +120,7 @@ def _row(
 
 def _gated(a: Target, b: Target, sizes: Sizes) -> dict[str, Any]:
     recipe = Recipe("swiglu", "", GATED_LENGTH, sizes.widths)
-    return _row("swiglu", None, GATED_LENGTH, a.outputs(recipe), b.outputs(recipe), element_limits())
+    return _without_weights(a, b, recipe, element_limits())
 
 
 def _rows(a: Target, b: Target, sizes: Sizes) -> Iterator[dict[str, Any]]:
@@ -156,4 +128,10 @@ def _rows(a: Target, b: Target, sizes: Sizes) -> Iterator[dict[str, Any]]:
     for width in ROW_LENGTHS:
         for op in ROW_OPERATORS:
             recipe = Recipe(op, "", width, widths)
-            yield _row(op, None, width, a.outputs(recipe), b.outputs(recipe), row_limits(width))
+            yield _without_weights(a, b, recipe, row_limits(width))
+
+
+def _without_weights(a: Target, b: Target, recipe: Recipe, limits: RowLimits) -> dict[str, Any]:
+    of_a, of_b = a.outputs(recipe), b.outputs(recipe)
+    row = _row(recipe.op, None, recipe.length, of_a, of_b, limits)
+    return row | attribute(recipe, of_a, of_b, (a.setting, b.setting))

@@ -166,13 +166,22 @@ def _operators(level: Mapping[str, Any]) -> str:
     rows = [
         (
             row["op"], row["type"] or "", str(row["length"]), f"{row['max_abs_diff']:.1e}", f"{row['relative_l2']:.1e}",
-            f"{row['min_cosine']:.7f}", f"{row['tolerance']['median_relative_l2']:.1e}", row.get("cause") or "",
+            f"{row['min_cosine']:.7f}", f"{row['tolerance']['median_relative_l2']:.1e}", _cause(row),
             _word(row["pass"]),
         )
         for row in level["ops"]
     ]  # fmt: skip
     notes = "".join(f"<p>Left out: {escape(note)}</p>" for note in level["skipped"])
     return _table(head, rows) + notes
+
+
+def _cause(row: Mapping[str, Any]) -> str:
+    """The cause, and what the reference has to be switched to to come near each side."""
+    if row["bit_identical"]:
+        return ""
+    sides = [f"{side.upper()}: {each['setting']}" for side, each in row["nearest"].items() if each["setting"]]
+    title = escape("; ".join(sides), quote=True)
+    return f'<span title="{title}">{escape(row["cause"] or "not attributable")}</span>'
 
 
 def _axes(highest: float, last: str, first: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backends.experts import F32, ExpertBackend
 from backends.gguf_types import GGML_TYPES
@@ -96,6 +97,11 @@ def type_of(name: str) -> int:
 def rows_at(width: int) -> int:
     """Rows that are computed in batches of `width`: a median of one row would say little."""
     return max(width, ROWS_MIN // width * width)
+
+
+def experts_of(width: int) -> NDArray[np.int32]:
+    """The expert of each row that is computed in batches of `width`: they take turns within a batch."""
+    return np.arange(rows_at(width), dtype=np.int32) % width % _EXPERTS
 
 
 def noise_rows(rows: int, width: int) -> F32:

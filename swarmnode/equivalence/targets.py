@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Final
 
@@ -15,6 +15,7 @@ from backends.experts import F32, ExpertBackend, GgmlExperts
 from backends.measure import measure_precision
 from backends.numpy_reference import Accumulate, NumpyExperts
 from backends.row_operators import GgmlRows, NumpyRows, RowOperators
+from backends.switched import Setting
 from backends.variant_process import KernelProcess
 from capabilities.errors import UsageError
 from capabilities.precision import Verdict
@@ -22,9 +23,6 @@ from swarmnode.compute import load_factory
 from swarmnode.equivalence.peers import PREFIX, PeerRow, RemotePeer, Swarm, no_swarm
 from swarmnode.equivalence.recipes import Recipe, Sizes, compute, type_of
 from swarmnode.kernels.store import kernels_called, launch_of
-
-ROUNDING: Final = "activation rounding"
-ACCUMULATION: Final = "accumulation"
 
 _FACTORY: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _RESERVED: Final = ("reference",)  # no module, whatever stands behind the colon
@@ -39,17 +37,16 @@ class Target:
     """One side of a comparison.
 
     make: its kernels, on this machine. rows: softmax and norms, None where a target computes experts alone.
-    results: what both compute, where that is kept.
-    switches: what would be said of it with one thing changed, by the cause that this changes.
+    results: what both compute, where that is kept. setting: what the reference is switched to, for one of those.
     afar: the peer that computes in place of this machine; `make` is then what stands in for experts that it lacks.
     """
 
     name: str
     make: Callable[[], ExpertBackend]
     rows: RowOperators | None = None
-    switches: Mapping[str, Target] = field(default_factory=dict)
     afar: RemotePeer | None = None
     results: Callable[[Recipe], list[F32]] | None = None
+    setting: Setting | None = None
 
     @property
     def computes_rows(self) -> bool:
@@ -83,13 +80,9 @@ class _Reference:
     def name(self) -> str:
         return next((name for name, known in _REFERENCES.items() if known == self), f"numpy {self}")
 
-    def target(self, *, switched: bool = False) -> Target:
-        switches = {}
-        if not switched:
-            switches[ROUNDING] = _Reference(self.accumulate, not self.rounds).target(switched=True)
-            if self.accumulate != "float64":
-                switches[ACCUMULATION] = _Reference("float64", self.rounds).target(switched=True)
-        return Target(self.name, self.make, self.rows, switches, results=partial(_reference_results, self))
+    def target(self) -> Target:
+        setting = Setting("with vectors" if self.rounds else "", sums=self.accumulate)
+        return Target(self.name, self.make, self.rows, results=partial(_reference_results, self), setting=setting)
 
     def make(self) -> NumpyExperts:
         return NumpyExperts(self.accumulate, quantize_activations=self.rounds)
