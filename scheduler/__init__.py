@@ -7,6 +7,8 @@ text_stream  bytes of tokens to text that may be shown
 attempts     one request on the asker's side, across the leaders that come and go
 requests     what enters and leaves the batcher
 answer       one answer while it grows
+steps        what is decoded together
+slot_sharing a full queue makes room, and a slot is taken back, for clients that have little or none
 fair_queue   whose request is next
 batching     what the trunk decodes next, and what its logits mean for each request
 constraint   what narrows an answer down to the language of a grammar
@@ -38,7 +40,7 @@ term_guard   a worker's side of it: the newest certified term, which alone is ob
 from __future__ import annotations
 
 from scheduler.answer import Vocabulary
-from scheduler.batching import Batcher, BatcherStatistics, Step, StepPart
+from scheduler.batching import Batcher
 from scheduler.combine import add_partials, sum_rows, weighted_sums
 from scheduler.dispatch import LayerRouting, PeerRows, Plan, RowRate, check_reply, deadline_s, gather, plan
 from scheduler.liveness import PING_INTERVAL_S, TICK_S, FailureDetector, PeerState, Transition
@@ -55,6 +57,7 @@ from scheduler.requests import (
 )
 from scheduler.sampling import NonFiniteLogits, Sampled, SamplingParams, sample, uniform
 from scheduler.settling import Decision, Present, decide
+from scheduler.steps import BatcherStatistics, Step, StepPart
 from scheduler.text_stream import TextDelta, TextStream, check_stops
 
 __all__ = [

@@ -36,6 +36,9 @@ class Answer:
     touched  the sequence may hold something of it
     ended    why the answer is complete, or None while it grows
     mixed    a peer of another numeric class than the placement's computed some of it
+
+    displaced   it had to give its slot back, once
+    slot_since  when it got the one that it has
     """
 
     def __init__(self, request: Request, context_tokens: int, vocabulary: Vocabulary, now: float) -> None:
@@ -48,6 +51,8 @@ class Answer:
         self.deadline = now + request.deadline_s
         self.ended: FinishReason | None = None
         self.mixed = False
+        self.displaced = False
+        self.slot_since = now
         self._context_tokens = context_tokens
         self._vocabulary = vocabulary
         self._submitted_at = now
@@ -71,7 +76,14 @@ class Answer:
         return len(self.tokens) - len(self.request.prompt_tokens)
 
     def admitted(self, slot: int, now: float) -> None:
-        self.slot, self._admitted_at = slot, now
+        """It has a slot, perhaps not for the first time."""
+        self.slot, self.slot_since, self.queue_position = slot, now, 0
+        if self._admitted_at is None:
+            self._admitted_at = now
+
+    def displace(self) -> None:
+        """It gives its slot back, and begins at an empty cache when it has another."""
+        self.cached, self.touched, self.displaced = 0, False, True
 
     def take(self, logits: NDArray[np.float32], now: float) -> TokenEffect | None:
         """Sample the next token from logits [n_vocab]; None for the end token, which is no part of the answer.

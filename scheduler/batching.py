@@ -23,9 +23,6 @@ before that step stays, where it can be cut back to that, and is made anew other
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -41,66 +38,12 @@ from scheduler.answer import Answer, Vocabulary
 from scheduler.fair_queue import FairQueue
 from scheduler.parking import Parking
 from scheduler.requests import Effect, FailedEffect, QueuedEffect, Request
-
-StepKind = Literal["prefill", "decode"]
+from scheduler.slot_sharing import RetryEstimate, gives_way, loses_slot
+from scheduler.steps import BatcherStatistics, Step, StepKind, StepPart
 
 # Rows of a prefill step while others generate: they wait for it between two tokens. At 200 rows/s, a slow machine, that
 # is 0.6 s; much less would waste passes, which cost a round trip a layer whatever their size.
 PREFILL_ROWS_BESIDE_DECODE = 128
-
-
-@dataclass(frozen=True, slots=True)
-class StepPart:
-    """The rows of one request in a step: `rows` consecutive ones in `sequence`."""
-
-    request: str
-    sequence: int
-    rows: int
-    wants_logits: bool  # on the last of its rows
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One decode of the trunk. Rows stand by sequence, then by position; positions go on from what the cache holds.
-
-    clear         sequences to remove from the cache first, whether or not they have rows here
-    cut           (sequence, position): what to remove from a sequence then, from that position on
-    tokens, positions, sequences    int32 [N]
-    wants_logits  bool [N]; step_done takes the logits of these rows in their order
-    """
-
-    number: int
-    kind: StepKind
-    clear: tuple[int, ...]
-    parts: tuple[StepPart, ...]
-    tokens: NDArray[np.int32]
-    positions: NDArray[np.int32]
-    sequences: NDArray[np.int32]
-    wants_logits: NDArray[np.bool_]
-    cut: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def requests(self) -> tuple[str, ...]:
-        return tuple(part.request for part in self.parts)
-
-
-@dataclass(frozen=True, slots=True)
-class BatcherStatistics:
-    """Gauges of this instant (slots, running, waiting, parked), then counters since the start."""
-
-    slots: int
-    running: int
-    waiting: int
-    parked: int
-    accepted: int
-    finished: int
-    cancelled: int
-    failed: int
-    prefill_steps: int
-    decode_steps: int
-    failed_steps: int
-    rows_decoded: int
-    tokens_generated: int
 
 
 class Batcher:
@@ -135,6 +78,7 @@ class Batcher:
         self._live: dict[str, Answer] = {}
         self._waiting: dict[str, Answer] = {}
         self._queue: FairQueue[str] = FairQueue()
+        self._retry = RetryEstimate()
         self._slots: list[Answer | None] = [None] * slots
         self._to_clear: set[int] = set()
         self._to_cut: dict[int, int] = {}  # sequence: from which position on
@@ -158,15 +102,23 @@ class Batcher:
         """
         self._check(request)
         answer = Answer(request, self._context_tokens, self._vocabulary, now)
+        effects: list[Effect] = []
         if answer.ended is None and None not in self._slots and len(self._waiting) >= self._queue_limit:
-            raise Overloaded(f"all {len(self._slots)} slots are busy and {len(self._waiting)} requests wait already")
+            other = gives_way(self._waiting.values(), request.client)
+            if other is None:
+                raise self._overloaded()
+            effects += self._fail(other, self._overloaded(), now)
         self._count["accepted"] += 1
         self._live[request.id] = answer
         if answer.ended is not None:
-            return self._finish(answer, now)
+            return effects + self._finish(answer, now)
         self._waiting[request.id] = answer
         self._queue.put(request.id, request.client)
-        return self._admit(now)
+        return effects + self._admit(now)
+
+    def _overloaded(self) -> Overloaded:
+        message = f"all {len(self._slots)} slots are busy and {len(self._waiting)} requests wait already"
+        return Overloaded(message, retry_after_s=self._retry.after_s(len(self._waiting), len(self._slots)))
 
     def cancel(self, request_id: str, reason: str, now: float) -> list[Effect]:
         """End a request. Nothing happens if it has ended already: its end and the cancellation may cross."""
@@ -176,7 +128,7 @@ class Batcher:
         return self._fail(answer, RequestCancelled(reason, request_id=request_id), now)
 
     def expire(self, now: float) -> list[Effect]:
-        """End the requests whose deadline has passed."""
+        """End the requests whose deadline has passed; between steps, take slots back for clients that have none."""
         effects: list[Effect] = []
         expired = [answer for answer in self._live.values() if self._parking.deadline(answer) <= now]
         for answer in reversed(expired):  # those in the queue first: none of them is given a slot on the way
@@ -187,6 +139,12 @@ class Batcher:
             where = "in the queue" if answer.slot is None else f"after {answer.completion} tokens"
             message = f"the request's deadline of {request.deadline_s:g} s passed {where}"
             effects += self._fail(answer, DeadlineExceeded(message, request_id=request.id), now)
+        while self._step is None and self._waiting:
+            first = self._waiting[self._queue.order()[0]]
+            loser = loses_slot(self._slots, first.request.client)
+            if loser is None:
+                break
+            effects += self._displace(loser, now)
         return effects
 
     def next_deadline(self) -> float | None:
@@ -344,6 +302,7 @@ class Batcher:
             positions=np.array(positions, dtype=np.int32),
             sequences=np.repeat(np.array([part.sequence for part in parts], dtype=np.int32), lengths),
             wants_logits=wants_logits,
+            give_up_at=max(answer.deadline for answer, _ in shares),
         )
         self._to_clear.clear()
         self._to_cut.clear()
@@ -384,11 +343,26 @@ class Batcher:
         self._waiting.pop(answer.request.id, None)
         self._queue.drop(answer.request.id)
         if answer.slot is not None:
-            self._slots[answer.slot] = None
-            if answer.touched:
-                self._to_clear.add(answer.slot)
-            answer.slot = None
+            self._retry.held(now - answer.slot_since)
+            self._vacate(answer)
         return self._admit(now)
+
+    def _vacate(self, answer: Answer) -> None:
+        assert answer.slot is not None
+        self._slots[answer.slot] = None
+        if answer.touched:
+            self._to_clear.add(answer.slot)
+        answer.slot = None
+
+    def _displace(self, answer: Answer, now: float) -> list[Effect]:
+        """An answer gives its slot to the first in the queue, and is then the first itself."""
+        self._parking.forget(answer)
+        self._vacate(answer)
+        answer.displace()
+        effects = self._admit(now)
+        self._waiting[answer.request.id] = answer
+        self._queue.put_back(answer.request.id)
+        return [*effects, *self._admit(now)]
 
     def _admit(self, now: float) -> list[Effect]:
         """Give free slots to the head of the queue, and tell those whose place changed."""

@@ -39,6 +39,10 @@ class FairQueue(Generic[K]):
         self._here[client] += 1
         self._came += 1
 
+    def put_back(self, key: K) -> None:
+        """One that was taken waits again, before all others."""
+        self._waiting[key] = self._now, -1
+
     def order(self) -> list[K]:
         """Those who wait, the next one first."""
         return sorted(self._waiting, key=self._waiting.__getitem__)

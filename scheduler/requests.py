@@ -94,7 +94,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class QueuedEffect:
-    """The request's place changed: 0 = it has a slot, 1 = it is next."""
+    """The request's place changed: 0 = it has a slot, 1 = it is next. A slot may be taken back, once."""
 
     request: str
     position: int

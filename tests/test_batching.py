@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any
@@ -23,9 +24,10 @@ from capabilities.errors import (
     UsageError,
 )
 from scheduler.answer import Vocabulary
-from scheduler.batching import PREFILL_ROWS_BESIDE_DECODE, Batcher, Step
+from scheduler.batching import PREFILL_ROWS_BESIDE_DECODE, Batcher
 from scheduler.requests import Effect, FailedEffect, FinishedEffect, QueuedEffect, Request, TokenEffect, Usage
 from scheduler.sampling import NonFiniteLogits, SamplingParams, sample
+from scheduler.steps import Step
 
 N_VOCAB = 24
 END = 23
@@ -511,6 +513,70 @@ def test_impossible_sizes_are_refused(sizes: tuple[int, int, int, int]) -> None:
         Batcher(*sizes, VOCABULARY)
 
 
+# Shares
+
+
+def run_steps(core: Batcher, model: HashModel, steps: int) -> list[Effect]:
+    effects: list[Effect] = []
+    for _ in range(steps):
+        step = core.next_step(0)
+        assert step is not None
+        effects += core.step_done(step, model.run(step), 0)
+    return effects
+
+
+def test_a_slot_is_taken_back_for_who_has_none_and_the_answer_stays_the_same() -> None:
+    core, model = batcher(slots=3, queue=4), HashModel(64)
+    many = [request(f"x{i}", (i, 5), 12, client="x", params=dataclasses.replace(WARM, seed=i)) for i in range(3)]
+    effects = [effect for each in many for effect in core.submit(each, 0)]
+    effects += run_steps(core, model, 5)
+    assert core.expire(0) == []
+    assert core.submit(request("y", (9, 9), 3, client="y"), 0) == [QueuedEffect("y", 1)]
+    effects += (given := core.expire(0))
+    assert [effect.request for effect in given] == ["y", "x0"]  # of several with as many tokens
+    assert [core.queue_position(name) for name in ("y", "x0", "x1", "x2")] == [0, 1, 0, 0]
+    assert core.expire(0) == []
+    effects += core.submit(request("z", (9, 8), 3, client="z"), 0)
+    assert core.expire(0) == []  # first comes who gave his slot
+    effects += run(core, model)
+    for each in many:
+        assert tokens_of(effects, each.id) == tokens_of(alone(each), each.id)
+        assert text_of(effects, each.id) == text_of(alone(each), each.id)
+        assert isinstance(end_of(effects, each.id), FinishedEffect)
+
+
+def test_no_slot_is_taken_back_while_a_step_runs() -> None:
+    core, model = batcher(slots=2, queue=4), HashModel(64)
+    core.submit(request("1", client="x"), 0)
+    core.submit(request("2", client="x"), 0)
+    step = core.next_step(0)
+    assert step is not None
+    core.submit(request("3", client="y"), 0)
+    assert core.expire(0) == []
+    core.step_done(step, model.run(step), 0)
+    assert QueuedEffect("3", 0) in core.expire(0)
+
+
+def test_a_full_queue_makes_room_for_who_has_little_in_it() -> None:
+    core = batcher(slots=1, queue=3)
+    for name in "1234":
+        core.submit(request(name, client="x"), 0)
+    with pytest.raises(Overloaded) as refused:
+        core.submit(request("5", client="x"), 0)
+    assert refused.value.details["retry_after_s"] == 20  # four answers' time
+    first, *_ = core.submit(request("6", client="y"), 0)
+    assert isinstance(first, FailedEffect)
+    assert (first.request, first.error.type) == ("4", "overloaded")
+    with pytest.raises(Overloaded):
+        core.submit(request("7", client="y"), 0)  # two and one: nobody has more than he would have
+    assert core.queue_position("6") == 1
+    core.cancel("1", "left", 0.5)
+    core.submit(request("8", client="y"), 0.5)
+    with pytest.raises(Overloaded) as refused:
+        core.submit(request("9", client="x"), 0.5)
+    assert refused.value.details["retry_after_s"] < 20
+
+
 # Any order of events
 
 
@@ -528,13 +594,16 @@ class Conversation:
 
     def submit(self, wanted: Request) -> None:
         try:
-            self.take(self.core.submit(wanted, self.now))
+            effects = self.core.submit(wanted, self.now)
         except (Overloaded, ContextLengthExceeded):
             return
         self.requests[wanted.id] = wanted
+        self.take(effects)
 
     def start(self) -> None:
         if self.step is None:
+            self.take(self.core.expire(self.now))
+            self.is_fair()
             self.step = self.core.next_step(self.now)
             if self.step is not None:
                 assert 0 < len(self.step.tokens) <= self.limits[1]
@@ -542,6 +611,19 @@ class Conversation:
                 assert sequences == sorted(set(sequences))
                 assert len(set(self.step.requests)) == len(sequences) <= self.limits[0]
                 assert all(0 <= sequence < self.limits[0] for sequence in sequences)
+
+    def is_fair(self) -> None:
+        """The first in the queue has something running, or nobody has several slots that may be taken back."""
+        place = {e.request: e.position for e in self.effects if isinstance(e, QueuedEffect)}
+        over = {e.request for e in self.effects if isinstance(e, FinishedEffect | FailedEffect)}
+        runs = Counter(self.requests[name].client for name, at in place.items() if at == 0 and name not in over)
+        places = {at: name for name, at in place.items() if at and name not in over}
+        assert sorted(places) == list(range(1, len(places) + 1))
+        given = Counter(e.request for e in self.effects if isinstance(e, QueuedEffect) and e.position == 0)
+        assert max(given.values(), default=0) <= 2  # a slot is taken back once
+        if places and not runs[self.requests[places[1]].client]:
+            able = [name for name, n in given.items() if n == 1 and place[name] == 0 and name not in over]
+            assert all(runs[self.requests[name].client] <= 1 for name in able)
 
     def end(self, outcome: str) -> None:
         if self.step is None:
@@ -597,6 +679,7 @@ def requests(draw: st.DrawFn, name: str) -> Request:
         stop=draw(st.sampled_from([(), ("a",), ("€", "bc")])),
         deadline_s=draw(st.sampled_from([2.0, 100.0])),
         generated=tuple(draw(st.lists(st.integers(0, 19), max_size=3))),
+        client=draw(st.sampled_from("aab")),
     )
 
 

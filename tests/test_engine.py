@@ -37,6 +37,7 @@ class CountingModel:
 
     routings = 0
     mixed = False
+    give_up: Callable[[], SwarmError | None]
 
     def begin_step(self, requests: Sequence[str]) -> None:
         self.steps.append(tuple(requests))
@@ -46,7 +47,10 @@ class CountingModel:
 
     def decode(self, tokens: Any, positions: Any, sequences: Any, wants_logits: Any) -> Any:
         self.running.set()
-        assert self.may_run.wait(10)
+        while not self.may_run.wait(0.01):
+            if (given_up := self.give_up()) is not None:
+                self.running.clear()
+                raise given_up
         self.running.clear()
         if (error := self.error) is not None:
             self.error = None
@@ -156,6 +160,35 @@ async def test_a_cancelled_request_hears_nothing_more_and_costs_one_step_at_most
         assert sum("gone" in step for step in engine.model.steps) <= 1
         await eventually(lambda: engine.engine.statistics().batcher.cancelled == 1)
         assert engine.submit("gone") is not None  # the name is free again
+
+
+async def test_a_step_for_which_nobody_waits_any_more_is_given_up() -> None:
+    async with lab() as engine:
+        engine.model.may_run.clear()
+        one, two = engine.submit("one"), engine.submit("two", deadline_s=30.0)
+        await eventually(engine.model.running.is_set)
+        first = engine.model.steps[0]
+        for name in first:
+            engine.engine.cancel(name, "the asker went away")
+        await eventually(lambda: engine.engine.statistics().batcher.failed_steps == 1)
+        assert engine.engine.statistics().batcher.cancelled == len(first)
+        engine.model.may_run.set()
+        three = engine.submit("three")
+        await ended(three, *(heard for heard, name in ((one, "one"), (two, "two")) if name not in first))
+        assert three.tokens == [4, 5, 6, 7, 8]
+
+
+async def test_a_step_ends_with_the_last_of_its_deadlines() -> None:
+    async with lab() as engine:
+        engine.model.may_run.clear()
+        soon = engine.submit("soon", deadline_s=0.2)
+        await ended(soon)
+        assert soon.error.type == "deadline_exceeded"
+        assert "after 0 tokens" in soon.error.message
+        engine.model.may_run.set()
+        later = engine.submit("later")
+        await ended(later)
+        assert later.tokens == [4, 5, 6, 7, 8]
 
 
 async def test_a_step_that_fails_ends_its_requests_and_no_others() -> None:

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from backends.llama import LlamaModel, LlamaSettings
 from capabilities.errors import ExpertsUnavailable, Internal, NotReady, SwarmError
-from scheduler.batching import Batcher, Step
+from scheduler.batching import Batcher
 from scheduler.parking import RETRY_S_MAX, RETRY_S_MIN
 from scheduler.requests import Effect, FailedEffect, FinishedEffect, Request
+from scheduler.steps import Step
 from tests.test_batching import N_VOCAB, VOCABULARY, WARM, HashModel, alone, end_of, request, tokens_of
 from tests.tiny_architectures import write_tiny_model
 

@@ -18,7 +18,7 @@ import trio
 
 from backends.activations import dequantize_q8_0, quantize_q8_0
 from backends.experts import F32, I32
-from capabilities.errors import ExpertsUnavailable, Internal, NotReady, SwarmError
+from capabilities.errors import ExpertsUnavailable, Internal, NotReady, RequestCancelled, SwarmError
 from scheduler.dispatch import LayerRouting
 from swarmnode import limits
 from swarmnode.expert_messages import (
@@ -233,6 +233,25 @@ async def test_an_expert_that_nobody_answers_for_is_named() -> None:
             await swarm.step(x, ids)
         assert caught.value.details["experts"] == [N_EXPERT - 1]
         assert caught.value.details["peer"] == away
+
+
+async def test_who_is_waited_for_in_vain_holds_up_nobody() -> None:
+    async with pair() as swarm:
+        for desk in swarm.desks:
+            desk.prompt = False
+        x, ids = inputs(2)
+
+        async def give_up() -> None:
+            swarm.remote.give_up = lambda: RequestCancelled("nobody waits")
+
+        with trio.fail_after(1):
+            error = await swarm.failing_step(x, ids, give_up)
+        assert error.type == "cancelled"
+        swarm.remote.give_up = lambda: None
+        for desk in swarm.desks:
+            desk.prompt = True
+            await desk.send(0)
+        assert (await swarm.step(x, ids)).shape == (2, ids.shape[1], WIDTH)
 
 
 async def test_one_of_two_workers_fails_and_the_next_step_is_clean() -> None:

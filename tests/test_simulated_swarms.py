@@ -16,11 +16,12 @@ from capabilities.certificates import Mandate
 from scheduler import exchange
 from scheduler.answer import Answer
 from scheduler.attempts import AttemptEffect, Attempts, Deliver, Leading, Submit
-from scheduler.batching import Batcher, Step
+from scheduler.batching import Batcher
 from scheduler.dispatch import Plan
 from scheduler.exchange import Exchange, Share
 from scheduler.leadership import Leadership
 from scheduler.requests import Effect
+from scheduler.steps import Step
 from scheduler.term_guard import TermGuard, UncertifiedTerm
 from scheduler.text_stream import TextStream
 from tests.simulator import dispatching

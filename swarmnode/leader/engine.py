@@ -2,8 +2,8 @@
 
 llama.cpp blocks, so it has a thread of its own, and that thread alone owns the model and the batcher. Requests come in
 through a bounded queue of commands; tokens go out as batches of effects to the event loop. Between two steps the loop
-takes new requests and cancellations, so a cancelled request costs at most the step that runs, and tells what it knows
-before it decodes, so that a refusal does not wait for a step either.
+takes new requests and cancellations, and tells what it knows before it decodes, so that a refusal does not wait for a
+step. A step for which nobody waits any more is given up at its next layer, or while that is waited for.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import trio
 
 from backends.llama import LlamaModel
 from backends.moe_hook import ExpertExecutor
-from capabilities.errors import Internal, NoLeader, Overloaded, SwarmError
-from scheduler.batching import Batcher, BatcherStatistics, Step
+from capabilities.errors import Internal, NoLeader, Overloaded, RequestCancelled, SwarmError
+from scheduler.batching import Batcher
 from scheduler.requests import Effect, FailedEffect, FinishedEffect, Request
+from scheduler.steps import BatcherStatistics, Step
 
 _log = structlog.get_logger(__name__)
 
@@ -38,7 +39,10 @@ class StepExecutor(ExpertExecutor, Protocol):
     """An executor that is told which requests a step serves, for its logs and errors.
 
     `routings` changes whenever other peers answer than before: it may be worth while to try again what failed.
+    `give_up` is the engine's: what it returns ends the step.
     """
+
+    give_up: Callable[[], SwarmError | None]
 
     @property
     def routings(self) -> int: ...
@@ -62,6 +66,10 @@ class _Cancel:
     reason: str
 
 
+class StepGivenUp(RequestCancelled):
+    """Nobody waits for this step any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
     """Counters of the engine. `decode_s` is time inside llama.cpp and the executor."""
@@ -80,6 +88,9 @@ class DecodeEngine:
         self._batcher = batcher
         self._commands: queue.Queue[_Submit | _Cancel | None] = queue.Queue(COMMANDS_MAX)
         self._sinks: dict[str, Sink] = {}
+        self._gone: set[str] = set()  # cancelled, and the decode thread has not obeyed yet
+        self._step: Step | None = None  # the one that runs
+        executor.give_up = self._give_up
         self._token = trio.lowlevel.current_trio_token()
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._stopped = trio.Event()
@@ -127,9 +138,11 @@ class DecodeEngine:
     def cancel(self, request_id: str, reason: str) -> None:
         """Drop a request: no further effects reach its sink."""
         if self._sinks.pop(request_id, None) is not None:
+            self._gone.add(request_id)
             try:
                 self._commands.put_nowait(_Cancel(request_id, reason))
             except queue.Full:  # the request then ends by its own deadline
+                self._gone.discard(request_id)
                 _log.warning("engine.cancel_lost", request_id=request_id)
 
     def statistics(self) -> EngineStatistics:
@@ -226,6 +239,7 @@ class DecodeEngine:
     def _obey(self, command: _Submit | _Cancel) -> list[Effect]:
         now = time.monotonic()
         if isinstance(command, _Cancel):
+            self._gone.discard(command.request_id)
             return self._batcher.cancel(command.request_id, command.reason, now)
         try:
             return self._batcher.submit(command.request, now)
@@ -234,6 +248,7 @@ class DecodeEngine:
 
     def _decode(self, step: Step) -> list[Effect]:
         started = time.monotonic()
+        self._step = step
         try:
             for sequence in step.clear:
                 self._model.clear(sequence)
@@ -241,15 +256,27 @@ class DecodeEngine:
                 self._model.cut(sequence, position)
             self._executor.begin_step(step.requests)
             logits = self._model.decode(step.tokens, step.positions, step.sequences, step.wants_logits)
+        except StepGivenUp as error:
+            ended = [*self._take_commands(), *self._batcher.expire(time.monotonic())]  # its requests, each as it is
+            return ended + self._failed(step, error)
         except SwarmError as error:
             return self._failed(step, error)
         except Exception:
             _log.exception("engine.step_failed", requests=step.requests)
             return self._failed(step, Internal("the leader could not decode; its log has the details"))
+        finally:
+            self._step = None
         now = time.monotonic()
         self._steps += 1
         self._decode_s += now - started
         return self._batcher.step_done(step, logits, now, mixed=self._executor.mixed)
+
+    def _give_up(self) -> StepGivenUp | None:
+        """Why the step that runs is not worth its end."""
+        step = self._step
+        if step is not None and (self._gone.issuperset(step.requests) or time.monotonic() >= step.give_up_at):
+            return StepGivenUp("nobody waits for this step any more")
+        return None
 
     def _failed(self, step: Step, error: SwarmError) -> list[Effect]:
         _log.warning("engine.step_aborted", requests=step.requests, error=error.to_json())

@@ -12,7 +12,7 @@ from __future__ import annotations
 import queue
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -94,6 +94,7 @@ class RemoteExperts:
         self.timing = LayerTiming()
         self.failover = FailoverStatistics()
         self.mixed = False
+        self.give_up: Callable[[], SwarmError | None] = lambda: None
 
     # -- event loop ---------------------------------------------------------------------------------------------
 
@@ -163,6 +164,7 @@ class RemoteExperts:
         self._dispatch(layer, x, ids, weights)
 
     def _dispatch(self, layer: int, x: F32, ids: I32, weights: F32 | None) -> None:
+        self._look_whether_to_give_up()
         routing, spec = self._routing, self._specs[layer]
         if routing is None:
             raise NotReady("the swarm has no placement that covers every expert", layer=layer)
@@ -278,7 +280,11 @@ class RemoteExperts:
                 if self._complete.get(timeout=min(left, _SLICE_S)) == flight.number:
                     return  # else it belongs to a step that was aborted, or is another word on an earlier layer
             except queue.Empty:
-                pass
+                self._look_whether_to_give_up()
+
+    def _look_whether_to_give_up(self) -> None:
+        if (error := self.give_up()) is not None:
+            raise error
 
     def _tick(self) -> None:
         now = time.monotonic()

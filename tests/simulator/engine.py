@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from capabilities.errors import SwarmError
-from scheduler.batching import Batcher, Step
+from scheduler.batching import Batcher
 from scheduler.requests import Effect, Request
+from scheduler.steps import Step
 from tests.simulator.dispatching import Dispatching
 from tests.simulator.host import Host
 from tests.simulator.toy import F32, VOCABULARY, Pass, Trunk

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler.answer import Vocabulary
-from scheduler.batching import Step, StepPart
 from scheduler.requests import Request
 from scheduler.sampling import sample
+from scheduler.steps import Step, StepPart
 from scheduler.text_stream import TextStream
 from tests.simulator.checks import Breach
 
