@@ -30,7 +30,7 @@ def fault_of(words: Sequence[str], whole: bool) -> str | None:
         return error.format_message()
     if extra:
         return f"too many arguments: {extra}"
-    arguments = [p for p in command.params if isinstance(p, click.Argument) and p.nargs == 1]
+    arguments = [p for p in command.params if isinstance(p, click.Argument) and p.required and p.nargs == 1]
     needed = [] if values.get("everybody") else arguments  # --all
     missing = [p.name for p in needed if not isinstance(values[p.name], str)]
     return f"arguments are missing: {missing}" if missing and (whole or rest) else None

@@ -25,7 +25,7 @@ hypothesis.settings.load_profile("shared")
 
 # Tests that start daemons wait more than they compute, but their daemons mind each other's load. With two processes
 # (`make test`) one runs all of these, one file after the other, and the other one everything else, file by file.
-STARTS_DAEMONS: Final = re.compile(r"^from .*\b(local_swarm|swarm_tools|netns|demo|bench)\b", re.MULTILINE)
+STARTS_DAEMONS: Final = re.compile(r"^from .*\b(local_swarm|swarm_tools|netns|demo|demo_model|bench)\b", re.MULTILINE)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -146,7 +146,7 @@ def test_commands_can_be_typed(document: Document) -> None:
     [
         ("swarmctl asks", "No such command"),
         ("swarmctl status --jason", "No such option"),
-        ("swarmctl ask --seed 1", "missing"),
+        ("swarmctl join", "missing"),
         ("swarmctl model show A B", "too many"),
         ("swarmnode config --default --json", "No such option"),
         ("swarmctl model", "no command"),
