@@ -30,8 +30,10 @@ from capabilities.measurement import BackendMeasurement
 AGE_S_MAX: Final = 7 * 24 * 3600
 FILES_MAX: Final = 16  # devices times models that a machine goes back and forth between
 FILE_BYTES_MAX: Final = 256 << 10  # 28 weight types take 12 KiB
-# Variables of ggml, and of the drivers and BLAS libraries below it.
-_FLAGS: Final = ("GGML_", "VK_", "CUDA_", "HIP_", "ROCR_", "HSA_", "MESA_", "LP_", "GALLIUM_", "SYCL_", "ONEAPI_")
+# Variables of ggml, of the drivers and BLAS libraries below it, and of an emulated processor.
+_FLAGS: Final = (
+    "GGML_", "QEMU_", "VK_", "CUDA_", "HIP_", "ROCR_", "HSA_", "MESA_", "LP_", "GALLIUM_", "SYCL_", "ONEAPI_",
+)  # fmt: skip
 _DRIVERS: Final = ("nvidia", "amdgpu", "i915", "xe", "v3d", "panfrost")
 _CPU_FACTS: Final = ("model name", "flags", "CPU implementer", "CPU part", "CPU revision", "Features", "microcode")
 

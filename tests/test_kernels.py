@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -31,8 +32,8 @@ from swarmnode.cli.ctl import swarmctl
 from swarmnode.compute import choose_compute
 from swarmnode.config import ComputeConfig
 from swarmnode.equivalence.targets import find_target
+from swarmnode.kernels import arm64, store
 from swarmnode.kernels import build as building
-from swarmnode.kernels import store
 from swarmnode.kernels.build import Builder
 from swarmnode.kernels.matrix import compare_all, tables
 from swarmnode.kernels.mixed import run_mixed, worker_row
@@ -299,3 +300,81 @@ def test_what_a_worker_of_a_mixed_swarm_says_is_documented() -> None:
     listed = section("status.md", "`swarmctl kernels`").split("`swarmctl kernels swarm --json`")[1]
     found = {code.removeprefix("workers[].") for code in first_codes(listed) if code.startswith("workers[].")}
     assert set(worker_row("x64", {"peers": [row]}, "worker-1")) == found
+
+
+# -- ARM64's Python ---------------------------------------------------------------------------------------------------
+
+
+class PipRunner:
+    """Stands for pip: notes commands, and leaves a package in the folder that is named."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.commands: list[list[str]] = []
+        self.fails = fails
+
+    def run(self, title: str, command: Sequence[str | Path], environ: Mapping[str, str], timeout_s: float) -> None:
+        words = [str(word) for word in command]
+        self.commands.append(words)
+        if "--target" in words:
+            if self.fails:
+                raise SetupError("pip failed")
+            site = Path(words[words.index("--target") + 1])
+            site.mkdir(parents=True)
+            (site / "package.py").write_text("new")
+
+
+def made_python(folder: Path) -> Path:
+    """What a build leaves, with packages of the past."""
+    for inner in ("root/usr/bin/python3.11", "site/llama_cpp/lib/libllama.so", "site/package.py", "site/old.py"):
+        (folder / inner).parent.mkdir(parents=True, exist_ok=True)
+        (folder / inner).write_text("old")
+    (folder / "site" / "requirements.txt").write_text("package==0.1")
+    return folder
+
+
+def test_packages_follow_the_requirements_and_libraries_stay(tmp_path: Path) -> None:
+    made, runner = made_python(tmp_path / "made"), PipRunner()
+    assert not arm64.is_current(made)
+    arm64.renew_site(runner, os.environ, tmp_path / "work", made)
+    assert arm64.is_current(made)
+    assert (made / "site" / "package.py").read_text() == "new"
+    assert (made / "site" / "llama_cpp" / "lib" / "libllama.so").read_text() == "old"
+    assert not (made / "site" / "old.py").exists()
+    install = runner.commands[-1]
+    assert {"--only-binary=:all:", "--no-deps", "--python-version=3.11", "--abi=cp311"} <= set(install)
+    assert not any("x86_64" in word for word in install)
+
+
+def test_packages_that_cannot_be_fetched_leave_the_old_ones(tmp_path: Path) -> None:
+    made = made_python(tmp_path / "made")
+    with pytest.raises(SetupError):
+        arm64.renew_site(PipRunner(fails=True), os.environ, tmp_path / "work", made)
+    assert (made / "site" / "old.py").exists()
+
+
+def test_an_emulated_python_starts_its_children_under_the_emulator(tmp_path: Path) -> None:
+    """What stands for Python is a script that names itself, for the system knows no programs of that processor."""
+    arm64._make_command(tmp_path, "python3.11")
+    fake = tmp_path / "path" / arm64.EMULATOR
+    fake.parent.mkdir()
+    fake.write_text('#!/bin/sh\necho "$@"\n')
+    fake.chmod(0o755)
+    command = tmp_path / "bin" / "python"
+    environ = {"PATH": f"{fake.parent}:{os.environ['PATH']}"}
+    said = subprocess.run([command, "-m", "x"], env=environ, capture_output=True, text=True, check=True).stdout.split()
+    assert said[said.index("-0") + 1] == str(command)
+    assert said[-3].endswith("root/usr/bin/python3.11")
+    assert said[-2:] == ["-m", "x"]
+
+
+@pytest.mark.timeout(300)
+def test_an_emulated_daemons_kernels_are_those_of_its_processor() -> None:
+    built("armv8.2_2")
+    code = "from backends.device import list_devices; import platform; list_devices(); print(platform.machine())"
+    for processor, library in (("cortex-a53", "armv8.0_1"), ("cortex-a76", "armv8.2_2")):
+        environ = {**os.environ, **store.emulated_environ(), "QEMU_CPU": processor}
+        done = subprocess.run(
+            [*store.emulated_python(), "-c", code], env=environ, capture_output=True, text=True, timeout=140, check=True
+        )
+        assert done.stdout.split() == ["aarch64"]
+        assert f"libggml-cpu-{library}.so" in done.stderr

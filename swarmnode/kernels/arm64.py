@@ -22,10 +22,11 @@ from swarmnode.bootstrap import Runner
 EMULATOR: Final = "qemu-aarch64-static"
 FETCH_TIMEOUT_S: Final = 30 * 60  # 80 MB over a slow line
 _ASK_TIMEOUT_S: Final = 60
+_WANTED_NAME: Final = "requirements.txt"
 _WANTED: Final = ("python3", "libstdc++6", "libgomp1")
 # What Python depends on for other programs' sake.
 _NOT_WANTED: Final = ("perl", "libperl", "dpkg", "tar", "mailcap", "mime-support", "install-info", "libgdbm", "libpcre")
-_PURE: Final = ("python-baseconv",)  # have no wheel
+_PURE: Final = ("python-baseconv", "varint")  # have no wheels
 _GLIBC_OLDEST, _GLIBC_NEWEST = 17, 36  # of manylinux's names; Debian 12 has 2.36
 _COMMAND: Final = """\
 #!/bin/sh
@@ -50,17 +51,49 @@ def make_python(runner: Runner, environ: Mapping[str, str], work: Path, to: Path
         SetupError: a step failed.
     """
     _make_root(runner, environ, work, to / "root")
-    python = next(iter((to / "root" / "usr" / "bin").glob("python3.*[0-9]")), None)
-    minor = int(python.name.partition(".")[2]) if python else 0
+    minor = _minor_of(to)
     if minor < 11:
         raise UsageError(f"this system's packages have Python 3.{minor} for ARM64, and 3.11 is needed")
-    _make_site(runner, environ, work, to / "site", minor)
-    package = to / "site" / "llama_cpp"
-    shutil.copytree(llama_cpp, package, ignore=shutil.ignore_patterns("lib", "__pycache__"))
     _make_command(to, f"python3.{minor}")
-    if minor == sys.version_info[1]:  # the emulator would take minutes for it
-        compile_all: list[str | Path] = [sys.executable, "-m", "compileall", "-q", to / "site"]
-        subprocess.run(compile_all, timeout=FETCH_TIMEOUT_S, check=False, stdout=subprocess.DEVNULL)
+    _make_site(runner, environ, work, to / "site", minor)
+    shutil.copytree(llama_cpp, to / "site" / "llama_cpp", ignore=shutil.ignore_patterns("lib", "__pycache__"))
+
+
+def is_current(made: Path) -> bool:
+    """Whether what was made has the packages that requirements.txt wants now."""
+    try:
+        return (made / "site" / _WANTED_NAME).read_text() == "\n".join(_wanted_lines())
+    except OSError:
+        return False
+
+
+def renew_site(runner: Runner, environ: Mapping[str, str], work: Path, made: Path) -> None:
+    """Install the packages that requirements.txt wants now, and keep llama_cpp as it was built.
+
+    Raises:
+        SetupError: a step failed; what was there stays.
+    """
+    site, new = made / "site", work / "site"
+    shutil.rmtree(new, ignore_errors=True)
+    work.mkdir(exist_ok=True)
+    _make_site(runner, environ, work, new, _minor_of(made))
+    shutil.copytree(site / "llama_cpp", new / "llama_cpp")
+    site.rename(work / "old")
+    new.rename(site)
+
+
+def _minor_of(made: Path) -> int:
+    """Of the root's Python 3; 0 if it has none."""
+    python = next(iter((made / "root" / "usr" / "bin").glob("python3.*[0-9]")), None)
+    return int(python.name.partition(".")[2]) if python else 0
+
+
+def _wanted_lines() -> list[str]:
+    """Packages with their versions, without llama_cpp's own."""
+    listed = Path(__file__).parents[2] / _WANTED_NAME
+    if not listed.is_file():
+        raise UsageError(f"ARM64's packages are listed in {_WANTED_NAME} of a checkout, and this is none")
+    return [line for line in listed.read_text().splitlines() if line and not line.startswith(("#", "llama-cpp"))]
 
 
 def _make_command(to: Path, python: str) -> None:
@@ -102,13 +135,10 @@ def _closure(environ: Mapping[str, str]) -> list[str]:
 
 
 def _make_site(runner: Runner, environ: Mapping[str, str], work: Path, site: Path, minor: int) -> None:
-    listed = Path(__file__).parents[2] / "requirements.txt"
-    if not listed.is_file():
-        raise UsageError("ARM64's packages are listed in requirements.txt of a checkout, and this is none")
-    lines = [line for line in listed.read_text().splitlines() if line and not line.startswith(("#", "llama-cpp"))]
+    lines = _wanted_lines()
     pure = [line for line in lines if line.partition("==")[0] in _PURE]
-    wanted, wheels = work / "requirements.txt", work / "wheels"
-    wanted.write_text("\n".join(lines) + "\n")
+    wanted, wheels = work / _WANTED_NAME, work / "wheels"
+    wanted.write_text("\n".join(lines))
     pip = [sys.executable, "-m", "pip"]
     build: list[str | Path] = [*pip, "wheel", "--no-deps", "--wheel-dir", wheels, *pure]
     runner.run("Building packages that have no wheels", build, environ, FETCH_TIMEOUT_S)
@@ -120,3 +150,7 @@ def _make_site(runner: Runner, environ: Mapping[str, str], work: Path, site: Pat
         f"--python-version=3.{minor}", "--implementation=cp", *abis, *tags, "-r", wanted,
     ]  # fmt: skip
     runner.run("Installing ARM64's Python packages", install, environ, FETCH_TIMEOUT_S)
+    shutil.copyfile(wanted, site / _WANTED_NAME)
+    if minor == sys.version_info[1]:  # the emulator would take minutes for it
+        compile_all: list[str | Path] = [sys.executable, "-m", "compileall", "-q", site]
+        subprocess.run(compile_all, timeout=FETCH_TIMEOUT_S, check=False, stdout=subprocess.DEVNULL)

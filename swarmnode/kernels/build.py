@@ -58,6 +58,7 @@ class Builder:
                     self._build(RECIPES[group])
                 if missing:
                     shutil.rmtree(self._source.parent, ignore_errors=True)
+                self._renew_packages(groups)
                 return missing
         except SetupError as error:
             log = f" Its log is {error.log}." if error.log else ""
@@ -117,6 +118,14 @@ class Builder:
                 copy_libraries(building / part.name / "bin", libraries)
             whole.replace(self.folder / recipe.key)
         shutil.rmtree(building, ignore_errors=True)
+
+    def _renew_packages(self, groups: Sequence[Group]) -> None:
+        """Compiled libraries stay; ARM64's Python packages follow requirements.txt."""
+        made = self.folder / RECIPES["arm64"].key
+        if "arm64" in groups and not arm64.is_current(made):
+            work = self.folder / ".renewing"
+            arm64.renew_site(self.runner, self.environ, work, made)
+            shutil.rmtree(work, ignore_errors=True)
 
     def _fetch_source(self) -> None:
         """The pinned release's own source, as its package index has it."""

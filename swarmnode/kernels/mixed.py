@@ -94,11 +94,15 @@ def _wait_measured(swarm: LocalSwarm, progress: Progress) -> None:
     ends_at = time.monotonic() + MEASURED_S
     while time.monotonic() < ends_at:
         rows = [peer for peer in swarm.leader.status()["peers"] if "worker" in peer["roles"]]
-        found = [row for row in rows if any(each["error"] or each["numeric_class"] for each in row["backends"])]
+        found = [row for row in rows if any(map(_is_measured, row["backends"]))]
         if len(found) == len(rows):
             return
         progress("measuring kernels", len(found), len(rows))
         time.sleep(_LOOK_S)
+
+
+def _is_measured(backend: Mapping[str, Any]) -> bool:
+    return bool(backend["error"]) or backend["accumulation"]["measured"] != "unknown"
 
 
 def worker_row(word: str, status: Mapping[str, Any], name: str) -> dict[str, Any]:
