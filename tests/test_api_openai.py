@@ -1,7 +1,10 @@
-"""OpenAI's own Python package, untouched, against real daemons: a leader, a worker, and one that is in no swarm."""
+"""OpenAI's own packages for Python and Node, untouched, against real daemons: a leader, a worker, one in no swarm."""
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 from openai import OpenAI
 
 from swarmnode.local_swarm import LocalNode
+from swarmnode.paths import shared_cache_folder
 from tests.swarm_tools import Served, serving
 
 MODEL = "olmoe"
@@ -179,3 +183,41 @@ def test_outside_of_a_swarm_every_question_has_its_reason(tmp_path: Path) -> Non
                 assert failure.value.response.headers["retry-after"]
     finally:
         node.kill()
+
+
+NPM_PACKAGE = "openai@7"
+
+
+@pytest.fixture(scope="module")
+def npm_folder() -> Path:
+    """Where OpenAI's npm package is installed, kept for the next run."""
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        pytest.skip("needs node and npm (Debian: nodejs, npm)")
+    folder = shared_cache_folder() / "tests-npm"
+    if not (folder / "node_modules" / "openai").is_dir():
+        folder.mkdir(exist_ok=True)
+        command = ["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", NPM_PACKAGE]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        if run.returncode:
+            pytest.skip(f"npm cannot install {NPM_PACKAGE}: {run.stderr[-200:]}")
+    return folder
+
+
+def test_openais_npm_package(served: Served, npm_folder: Path) -> None:
+    script = npm_folder / "openai_client.mjs"  # beside node_modules, where node looks for packages
+    shutil.copy(Path(__file__).parent / script.name, script)
+    url = served.workers[0].status()["http"]["url"]
+    run = subprocess.run(["node", str(script), url, MODEL], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout)
+    assert told["models"] == [MODEL]
+    assert told["whole"] == told["streamed"] == told["helped"]
+    assert told["usage"] == told["streamed_usage"]
+    assert told["finish_reason"] in ("stop", "length")
+    assert told["alternatives"] == [3, 3]
+    assert told["completion"] == "text_completion"
+    assert told["errors"] == [
+        ["NotFoundError", 404, "model_not_found", "model"],
+        ["BadRequestError", 400, "invalid_value", "temperature"],
+        ["BadRequestError", 400, "context_length_exceeded", "messages"],
+    ]
