@@ -7,16 +7,19 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
 from openai import OpenAI
+from pydantic import BaseModel
 
+from backends import byte_vocabulary
 from swarmnode.local_swarm import LocalNode
 from swarmnode.paths import shared_cache_folder
 from tests.swarm_tools import Served, serving
+from tests.tool_templates import HERMES_TEMPLATE
 
 MODEL = "olmoe"
 API = {"api": {"listen": "127.0.0.1:0"}}
@@ -25,8 +28,10 @@ FREE: Any = {"extra_body": {"ignore_eos": True}}
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("served"), workers=1, each=API, parallel=4, queue_limit=2) as swarm:
-        yield swarm
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(byte_vocabulary, "CHAT_TEMPLATE", HERMES_TEMPLATE)
+        with serving(tmp_path_factory.mktemp("served"), workers=1, each=API, parallel=4, queue_limit=2) as swarm:
+            yield swarm
 
 
 def client_of(node: LocalNode, **options: Any) -> OpenAI:
@@ -34,8 +39,15 @@ def client_of(node: LocalNode, **options: Any) -> OpenAI:
     return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, **options)
 
 
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[OpenAI]:
+    """Of the worker: what it answers came from the leader."""
+    with client_of(served.workers[0]) as made:
+        yield made
+
+
 @pytest.fixture(scope="module", params=["leader", "worker"])
-def client(served: Served, request: pytest.FixtureRequest) -> Iterator[OpenAI]:
+def each_client(served: Served, request: pytest.FixtureRequest) -> Iterator[OpenAI]:
     with client_of(served.leader if request.param == "leader" else served.workers[0]) as made:
         yield made
 
@@ -44,7 +56,8 @@ def messages(text: str = "Tell me a story.") -> list[Any]:
     return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
 
 
-def test_the_model_is_listed(client: OpenAI) -> None:
+def test_the_model_is_listed(each_client: OpenAI) -> None:
+    client = each_client
     (model,) = client.models.list().data
     assert (model.id, model.object) == (MODEL, "model")
     assert client.models.retrieve(MODEL).id == MODEL
@@ -53,7 +66,8 @@ def test_the_model_is_listed(client: OpenAI) -> None:
     assert failure.value.code == "model_not_found"
 
 
-def test_a_chat_is_llama_cpps_own_answer(served: Served, client: OpenAI) -> None:
+def test_a_chat_is_llama_cpps_own_answer(served: Served, each_client: OpenAI) -> None:
+    client = each_client
     answer = client.chat.completions.create(model=MODEL, messages=messages(), temperature=0, max_tokens=20)
     params = {"prompt": "Tell me a story.", "system": "Be brief.", "temperature": 0, "max_tokens": 20}
     expected = served.check(served.leader, params)
@@ -68,7 +82,8 @@ def test_a_chat_is_llama_cpps_own_answer(served: Served, client: OpenAI) -> None
     assert answer.system_fingerprint.startswith("fp_")
 
 
-def test_a_streamed_chat_is_the_same(client: OpenAI) -> None:
+def test_a_streamed_chat_is_the_same(each_client: OpenAI) -> None:
+    client = each_client
     asked: Any = {"model": MODEL, "messages": messages(), "temperature": 0, "max_completion_tokens": 20}
     whole = client.chat.completions.create(**asked)
     chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
@@ -102,6 +117,93 @@ def test_a_seed_repeats_several_answers_to_several_prompts(client: OpenAI) -> No
     assert len(set(texts)) == 4
     assert first.usage is not None
     assert first.usage.completion_tokens == 32
+
+
+# -- forms of an answer ------------------------------------------------------------------------------------------------
+
+
+class Weather(BaseModel):
+    city: Literal["Oslo", "Rome"]
+    warm: bool
+
+
+PARAMETERS = {**Weather.model_json_schema(), "required": ["city"]}
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "strict": True,
+        "parameters": {**Weather.model_json_schema(), "required": ["city"]},
+    },
+}
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+
+
+def test_an_answer_obeys_a_schema(client: OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": messages(), "max_tokens": 300, "seed": 3}
+    parsed = client.chat.completions.parse(**asked, response_format=Weather).choices[0].message.parsed
+    assert parsed is not None
+    assert parsed.city in ("Oslo", "Rome")
+    answer = client.chat.completions.create(
+        **asked, extra_body={"grammar": 'root ::= "yes" | "no"', "temperature": 1.5}
+    )
+    assert answer.choices[0].message.content in ("yes", "no")
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(**asked, extra_body={"grammar": "root ::= nothing"})
+
+
+def test_tokens_come_with_their_probabilities(client: OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": messages(), "max_tokens": 6, "temperature": 0, **FREE}
+    answer = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
+    chunks = list(client.chat.completions.create(**asked, logprobs=True, top_logprobs=3, stream=True))
+    (choice,) = answer.choices
+    assert choice.logprobs is not None
+    told = choice.logprobs.content
+    assert told is not None
+    assert len(told) == 6
+    assert b"".join(bytes(each.bytes or ()) for each in told).decode(errors="replace") == choice.message.content
+    for each in told:
+        assert len(each.top_logprobs) == 3
+        assert each.top_logprobs[0].logprob == each.logprob <= 0, "greedy: the likeliest was taken"
+    streamed = [c.choices[0].logprobs.content for c in chunks if c.choices[0].logprobs is not None]
+    assert [each for some in streamed for each in some or ()] == told
+    legacy = client.completions.create(model=MODEL, prompt="One", max_tokens=3, logprobs=2, temperature=0, **FREE)
+    found = legacy.choices[0].logprobs
+    assert found is not None
+    assert [len(found.tokens or ()), len(found.token_logprobs or ())] == [3, 3]
+    assert found.text_offset is not None
+    assert found.text_offset[0] == 0
+
+
+def test_a_bias_decides(client: OpenAI) -> None:
+    asked: Any = {"model": MODEL, "prompt": "One", "max_tokens": 4, "temperature": 0, "logit_bias": {"88": 100}}
+    assert client.completions.create(**asked, **FREE).choices[0].text == "XXXX"
+
+
+def test_a_tool_is_called_and_its_result_goes_back(client: OpenAI) -> None:
+    asked: Any = {"model": MODEL, "tools": [TOOL], "max_tokens": 300, "seed": 1}
+    talk = messages()
+    answer = client.chat.completions.create(messages=talk, tool_choice=NAMED, **asked).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert answer.message.tool_calls is not None
+    (call,) = answer.message.tool_calls
+    assert call.type == "function"
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
+    with client.chat.completions.stream(messages=talk, tool_choice=NAMED, **asked) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.finish_reason == "tool_calls"
+    assert streamed.message.tool_calls is not None
+    assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
+    talk += [answer.message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "12 C"}]
+    after = client.chat.completions.create(messages=talk, tool_choice="none", **{**asked, "max_tokens": 5}).choices[0]
+    assert after.finish_reason in ("stop", "length")
+    with pytest.raises(openai.BadRequestError) as failure:
+        client.chat.completions.create(messages=messages(), tool_choice="required", model=MODEL)
+    assert failure.value.param == "tool_choice"
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ def chat_asks(body: ChatBody) -> list[Ask]:
         "max_tokens": body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
     }
-    if body.tools and body.tool_choice != "none":
-        what |= {"tools": tuple(body.tools), "tool_choice": body.tool_choice or "auto"}
+    if body.tool_choice != "none":
+        what |= {"tools": tuple(body.tools or ()), "tool_choice": body.tool_choice or "auto"}
     return _asks(body, what, body.n)
 
 
