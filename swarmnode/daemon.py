@@ -52,7 +52,7 @@ async def _main(config: Config, paths: Paths, identity: Identity, threads: int) 
     async with trio.open_nursery() as nursery:
         node = await Node.open(config, paths, identity, threads)
         nursery.start_soon(_stop_on_signal, nursery.cancel_scope, node.goodbye)
-        http = Http(config.api, node)
+        http = Http(config.api, node, paths)
         await nursery.start(http.run)
         handlers = {**Handlers(node, http).table(), **node.commands.table(), **CompareCommands(node).table()}
         await nursery.start(serve_control, paths.socket_to_bind(), handlers)
@@ -68,7 +68,7 @@ async def _run_named(config: Config, paths: Paths, identity: Identity, threads: 
             node = NamedLeaderNode(network, config, paths, threads)
         else:
             node = await NamedWorkerNode.open(network, config, paths, threads)
-        http = Http(config.api, node)
+        http = Http(config.api, node, paths)
         await nursery.start(http.run)
         await nursery.start(serve_control, paths.socket_to_bind(), Handlers(node, http).table())
         _log.info("daemon.started", peer_id=network.peer_id, addresses=network.addresses, threads=threads)

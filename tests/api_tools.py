@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from capabilities.errors import SwarmError
 from scheduler.requests import Timings, Usage
 from swarmnode.api.service import Http
 from swarmnode.config import ApiConfig
+from swarmnode.paths import find_paths
 from swarmnode.prompt_messages import Alive, Ask, Done, Reply, Token
 
 MODEL = {"name": "tiny", "id": "ab" * 32, "combine": "router-order"}
@@ -65,6 +67,7 @@ class FakeSwarm:
         self.refusal: SwarmError | None = None
         self.model: Mapping[str, Any] | None = MODEL
         self.ready = True
+        self.draining = False
         self._script = script
 
     @property
@@ -99,6 +102,10 @@ class FakeSwarm:
         if self.refusal is not None:
             raise self.refusal
         return {"epoch": 1, "without": without}
+
+    async def drain(self, on: bool) -> Mapping[str, Any]:
+        self.draining = on
+        return {"draining": on}
 
     async def status(self) -> Mapping[str, Any]:
         return {"self": "me", "model": self.model, "ready": self.ready, "reason": None, "findings": [], "peers": []}
@@ -136,11 +143,16 @@ class Served:
 
 
 @asynccontextmanager
-async def serving_http(script: Callable[[Conversation], None] | None = None, **config: Any) -> AsyncIterator[Served]:
-    """`config`: keys of the [api] section."""
+async def serving_http(
+    script: Callable[[Conversation], None] | None = None, *, folder: Path | None = None, **config: Any
+) -> AsyncIterator[Served]:
+    """`config`: keys of the [api] section. `folder`: the daemon's data folder, if anything there counts."""
     swarm = FakeSwarm(script)
     services: Any = swarm
-    http = Http(ApiConfig(**{"listen": "127.0.0.1:0", **config}), services)
+    paths = find_paths(folder or Path("no-such-folder"))
+    if folder is not None:
+        paths.make()
+    http = Http(ApiConfig(**{"listen": "127.0.0.1:0", **config}), services, paths)
     ended = trio.Event()
 
     async def run(task_status: Any = trio.TASK_STATUS_IGNORED) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
+import pytest
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
 from capabilities.errors import NoLeader
-from swarmnode.api import limits
+from swarmnode.api import app, limits
 from swarmnode.api.fair_use import FairUse
 from swarmnode.api.metrics import HttpMetrics
 from swarmnode.config import ApiConfig
+from swarmnode.equivalence.kept import keep_matrix
 from swarmnode.leader.link import LinkStatistics
 from swarmnode.leader.remote_experts import LAYER_SECONDS_BOUNDS, FailoverStatistics, LayerTiming
 from swarmnode.net.interface import NetworkStatistics
@@ -111,6 +114,45 @@ async def test_status_and_placement_are_those_of_swarmctl() -> None:
         assert (await client.get("/api/placement")).json()["without"] is None
         served.swarm.refusal = NoLeader("nobody")
         assert (await client.get("/api/placement?without=y")).status_code == 503
+
+
+async def test_what_changes_something_needs_the_token_of_the_data_folder(tmp_path: Path) -> None:
+    async with serving_http(folder=tmp_path) as served, served.client() as client:
+        file = tmp_path / "run" / "http.token"
+        assert file.stat().st_mode & 0o777 == 0o600
+        token = file.read_text().strip()
+        for headers in ({}, {"x-swarmnode-token": token[:-1]}, {"authorization": f"Bearer {token}"}):
+            refused = await client.post("/api/drain", json={"on": True}, headers=headers)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "invalid_token")
+        assert not served.swarm.draining
+        answer = await client.post("/api/drain", json={"on": True}, headers={"x-swarmnode-token": token})
+        assert answer.json() == {"draining": True}
+        assert served.swarm.draining
+
+
+async def test_the_last_comparison_of_all_peers_is_shown(tmp_path: Path) -> None:
+    level = {"level": "op", "pass": True, "reason": None, "ops": [1, 2, 3]}
+    async with serving_http(folder=tmp_path) as served, served.client() as client:
+        assert (await client.get("/api/equivalence")).json() == {"peers": [], "measured": None}
+        keep_matrix(tmp_path, {"pass": True, "pairs": [{"a": "x", "b": "y", "pass": True, "levels": [level]}]})
+        measured = (await client.get("/api/equivalence")).json()["measured"]
+    assert measured["pairs"] == [
+        {"a": "x", "b": "y", "pass": True, "levels": [{"level": "op", "pass": True, "reason": None}]}
+    ]
+    assert measured["measured_at"] > 0
+
+
+async def test_a_page_of_the_daemons_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "index.html").write_text("<p>hello")
+    (tmp_path / "page.js").write_text("1")
+    monkeypatch.setattr(app, "STATIC", tmp_path)
+    async with serving_http(keys=("a-key-of-16-letters",)) as served, served.client() as client:
+        page = await client.get("/")
+        assert (page.text, page.headers["x-content-type-options"]) == ("<p>hello", "nosniff")
+        assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
+        assert (await client.get("/static/page.js")).text == "1"
+        for path in ("/static/../app.py", "/static/%2e%2e/app.py", "/static/nothing"):
+            assert (await client.get(path)).status_code in (401, 404)
 
 
 async def test_many_pages_make_one_look() -> None:

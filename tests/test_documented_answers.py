@@ -99,7 +99,7 @@ async def _collect_answers(folder: Path) -> Answers:
             member.progress = Progress(1, 1, "loading", 1, 2, 1)
             member.hello = replace(member.hello, accumulates_f32=False)
             views.append(await node.status())
-            handlers = Handlers(node, Http(config.api, node))
+            handlers = Handlers(node, Http(config.api, node, find_paths(folder)))
             reply = cast(ControlReply, Unheard())
             views.append(dict(await handlers.status({}, reply)))
             answer = await handlers.ask({"prompt": "hi", "raw": True, "max_tokens": 3}, reply)

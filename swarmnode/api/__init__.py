@@ -10,6 +10,7 @@
     fair_use      whose answer begins next
     served        the model that may be asked for
     views         health, readiness, metrics, and what pages read (seen: not more often than every second)
+    token         what requests need that change something
     errors        every refusal, in OpenAI's shape
     limits        every bound with its reason
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,9 @@ from swarmnode.api.errors import Refusal
 from swarmnode.api.fair_use import FairUse
 from swarmnode.api.guard import Guard
 from swarmnode.api.metrics import HttpMetrics
+from swarmnode.api.schema import DrainBody, parse
 from swarmnode.api.served import ServedModels
+from swarmnode.api.token import Token
 from swarmnode.api.views import Views
 from swarmnode.config import ApiConfig
 from swarmnode.handlers import Services
@@ -27,11 +30,17 @@ STATIC: Final = Path(__file__).parent / "static"
 """The files of the daemon's own page, if it has one: index.html is `/`, everything lies under /static/."""
 
 
-def make_app(config: ApiConfig, services: Services, status: Callable[[], Awaitable[Mapping[str, Any]]]) -> ASGIApp:
-    """The whole interface as one ASGI app. `status`: as `swarmctl status --json` prints it."""
+def make_app(
+    config: ApiConfig,
+    services: Services,
+    status: Callable[[], Awaitable[Mapping[str, Any]]],
+    token: Token,
+    folder: Path,
+) -> ASGIApp:
+    """The whole interface as one ASGI app. `status`: as `swarmctl status --json` prints it; `folder`: its data."""
     fair_use = FairUse(config)
     metrics = HttpMetrics(fair_use)
-    views = Views(services, status, metrics)
+    views = Views(services, status, metrics, folder)
     served = ServedModels(views.status_now)
     completions, models = Completions(services, served, fair_use, metrics), _Models(services, served)
     routes: list[BaseRoute] = [
@@ -44,6 +53,8 @@ def make_app(config: ApiConfig, services: Services, status: Callable[[], Awaitab
         Route("/metrics", views.metrics, methods=["GET"]),
         Route("/api/status", views.status, methods=["GET"]),
         Route("/api/placement", views.placement, methods=["GET"]),
+        Route("/api/equivalence", views.equivalence, methods=["GET"]),
+        Route("/api/drain", partial(_drain, services, token), methods=["POST"]),
         *_page(),
     ]
     router = Router(routes, redirect_slashes=False)
@@ -63,6 +74,13 @@ def _page() -> list[BaseRoute]:
         return FileResponse(STATIC / "index.html")
 
     return [Route("/", index, methods=["GET"]), Mount("/static", StaticFiles(directory=STATIC))]
+
+
+async def _drain(services: Services, token: Token, request: Request) -> Response:
+    """`swarmctl drain`, with {"on": true}, and `undrain`."""
+    token.check(request)
+    body = await parse(DrainBody, await request.body())
+    return JSONResponse(await services.drain(body.on))
 
 
 class _Models:

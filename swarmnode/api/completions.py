@@ -118,7 +118,13 @@ async def _whole(job: _Job) -> Response:
     job.end()
     choices = [job.shape.whole(index, choice) for index, choice in enumerate(job.choices)]
     swarm = swarm_of(job.asks, job.choices)
-    return JSONResponse({**job.told.head(), "choices": choices, "usage": usage_of(job.choices, job.n), "swarm": swarm})
+    told = {**job.told.head(), "choices": choices, "usage": usage_of(job.choices, job.n), "swarm": swarm}
+    return JSONResponse(told, headers=_id_header(job))
+
+
+def _id_header(job: _Job) -> dict[str, str]:
+    """OpenAI's clients show it as the request's id; it stands in the log of every peer that took part."""
+    return {"x-request-id": job.asks[0].request_id}
 
 
 class _Stream(Response):
@@ -127,7 +133,7 @@ class _Stream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, job: _Job, *, with_usage: bool) -> None:
-        super().__init__(headers=_SSE_HEADERS)
+        super().__init__(headers={**_SSE_HEADERS, **_id_header(job)})
         del self.headers["content-length"]
         self._job = job
         self._with_usage = with_usage

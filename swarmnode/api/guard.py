@@ -27,6 +27,14 @@ GONE: Final = 499
 """In the metrics: the client went away before its answer began."""
 
 
+_ALWAYS: Final = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    # The daemon's page loads nothing from elsewhere, and nobody shows it inside another one.
+    (b"content-security-policy", b"default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
+)
+
+
 class Guard:
     """An ASGI app around another one."""
 
@@ -54,7 +62,7 @@ class Guard:
     async def _answer(self, scope: Scope, incoming: _Incoming, outgoing: _Outgoing) -> None:
         try:
             granted = self._access.check(scope)
-            outgoing.headers = granted.headers
+            outgoing.headers += granted.headers
             scope[CLIENT] = granted.client
             if granted.response is not None:
                 await granted.response(scope, incoming.receive, outgoing.send)
@@ -178,7 +186,7 @@ class _Outgoing:
 
     def __init__(self, send: Send, incoming: _Incoming) -> None:
         self.status = GONE
-        self.headers: list[tuple[bytes, bytes]] = []
+        self.headers = list(_ALWAYS)
         self._send = send
         self._incoming = incoming
 

@@ -115,6 +115,12 @@ class CompletionBody(SamplingBody):
     suffix: str | None = None
 
 
+class DrainBody(_Body):
+    """POST /api/drain."""
+
+    on: bool
+
+
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
 

@@ -15,8 +15,10 @@ import trio
 
 from scheduler.advert_findings import Finding, FindingKind
 from swarmnode.api import limits
+from swarmnode.api.token import Token
 from swarmnode.config import ApiConfig
 from swarmnode.handlers import Services
+from swarmnode.paths import Paths
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -29,10 +31,12 @@ _log = structlog.get_logger(__name__)
 class Http:
     """Run `run` in a nursery."""
 
-    def __init__(self, config: ApiConfig, services: Services) -> None:
+    def __init__(self, config: ApiConfig, services: Services, paths: Paths) -> None:
         self._address = config.address
         self._listen = config.listen
         self._services = services
+        self._folder = paths.data
+        self._token = Token(paths.run / "http.token")
         self._bound: str | None = None
         self._error: str | None = None
         self._connections = None if self._address is None else self._open(config)
@@ -44,13 +48,17 @@ class Http:
         async def status() -> Mapping[str, Any]:
             return self.in_status(await self._services.status())
 
-        return Connections(make_app(config, self._services, status))
+        return Connections(make_app(config, self._services, status, self._token, self._folder))
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; `started()` once clients can connect, or it is known why they cannot."""
         if self._connections is None:
             task_status.started()
             return
+        try:
+            await trio.to_thread.run_sync(self._token.write)
+        except OSError as error:  # everything but what needs the token goes on
+            _log.warning("api.token_not_written", reason=error.strerror)
         listeners = await self._try_to_listen()
         task_status.started()
         while listeners is None:

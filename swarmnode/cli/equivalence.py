@@ -77,9 +77,11 @@ def equivalence(
         raise UsageError(f"{page} cannot be written", hint="Choose another --html.")
     # Before NumPy is loaded: with one thread the same machine gives the same bits, and on a busy one sooner.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from swarmnode.equivalence.kept import keep_matrix
     from swarmnode.equivalence.matrix import run_matrix
     from swarmnode.equivalence.peers import Swarm, open_swarm
     from swarmnode.equivalence.run import Effort, run_equivalence
+    from swarmnode.paths import find_paths
 
     effort, own = Effort(tokens, prompts, answer_tokens), model is not None
     with ProgressLine() as progress, _daemon_where_needed(a, b):
@@ -94,6 +96,8 @@ def equivalence(
             result = run_matrix(
                 swarm(), levels=levels or LEVELS[:1], model=find, own_model=own, effort=effort, progress=progress
             )
+            with contextlib.suppress(OSError):  # the daemon's page does without it then
+                keep_matrix(find_paths(settings.data_dir).data, result)
         else:
             result = run_equivalence(
                 a, b, levels=levels or LEVELS, model=find, own_model=own, tokens=tokens, prompts=prompts,

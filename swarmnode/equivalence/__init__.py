@@ -12,7 +12,7 @@
     answers    greedy answers of both models: the level generation
     text       the text and the questions that models are compared on
     run        all of it, and the report
-    matrix     every pair of the swarm's peers
+    matrix     every pair of the swarm's peers; kept: the last one
     page       the report as a page to look at
 
 Figures and verdicts are in capabilities/equivalence.py and task_level.py, limits in capabilities/tolerances.py.
