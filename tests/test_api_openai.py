@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +20,7 @@ from pydantic import BaseModel
 from backends import byte_vocabulary
 from swarmnode.local_swarm import LocalNode
 from swarmnode.paths import shared_cache_folder
+from tests.documents import DOCUMENTS
 from tests.swarm_tools import Served, serving
 from tests.tool_templates import HERMES_TEMPLATE
 
@@ -286,6 +289,36 @@ def test_outside_of_a_swarm_every_question_has_its_reason(tmp_path: Path) -> Non
     finally:
         node.kill()
 
+
+# -- what the documents say -------------------------------------------------------------------------------------------
+
+DOCUMENTED = "http://127.0.0.1:11435"
+
+
+@pytest.mark.parametrize("name", ["README.md", "api.md"])
+def test_documented_curl_commands_answer(served: Served, name: str) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("needs curl")
+    url = served.leader.status()["http"]["url"]
+    commands = [block for block in DOCUMENTS[name].blocks if block.lstrip().startswith("curl ")]
+    assert commands
+    for command in commands:
+        shell = ["sh", "-c", command.replace(DOCUMENTED, url)]
+        run = subprocess.run(shell, capture_output=True, text=True, timeout=60, check=False)
+        assert run.returncode == 0, run.stderr
+        assert '"finish_reason":"' in run.stdout, run.stdout
+
+
+def test_the_documented_program_answers(served: Served) -> None:
+    url = served.leader.status()["http"]["url"]
+    (program,) = (block for block in DOCUMENTS["README.md"].blocks if "from openai" in block)
+    program = textwrap.dedent(program).replace(DOCUMENTED, url)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout
+
+
+# -- another language -------------------------------------------------------------------------------------------------
 
 NPM_PACKAGE = "openai@7"
 
