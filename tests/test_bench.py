@@ -11,6 +11,7 @@ from backends.synthetic import OLMOE_TINY, write_random_model
 from capabilities.errors import UnsupportedModel, UsageError
 from swarmnode.bench import run_bench
 from tests.expert_models import tiny_file
+from tests.schema_checks import conforms
 
 
 def _silent(_step: str, _done: int, _total: int) -> None:
@@ -27,6 +28,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_both_sides_answer_alike(result: dict[str, Any]) -> None:
     assert result["tokens_identical"] is True
     assert result["combine"] == "router-order"
+    conforms("bench", result)
 
 
 def test_rates_are_there_for_both_sides(result: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from capabilities.backbone import BackboneSet
 from capabilities.errors import UsageError
 from swarmnode.cli import common, peer, swarm
 from swarmnode.cli.common import common_options
+from swarmnode.cli.schema import commands as schemas
 from swarmnode.control import serve_control
 from swarmnode.identity import load_or_create_identity, lock_data_folder
 from swarmnode.net.libp2p_host import open_libp2p_network
@@ -28,6 +29,7 @@ from swarmnode.swarm.commands import RunningSwarm, SwarmCommands
 from swarmnode.swarm.invites import Invite
 from swarmnode.swarm.store import SwarmFiles, SwarmStore
 from swarmnode.swarm.vote_file import load_vote_file, open_vote_file
+from tests.schema_checks import conforms
 from tests.swarm_members import PASSPHRASE, outline_of_three, quick_keys
 
 PEER = "12D3KooWBhSrGJeT5RQc6KsaYCsKu1R8R3Yk3zPpJ1CBhCsVYM2W"
@@ -69,6 +71,7 @@ class Node:
         status, out, _ = self.run("--json", *words)
         assert status == 0, out
         result: dict[str, Any] = json.loads(out)
+        conforms(next(name for name in (" ".join(words[:2]), words[0]) if name in schemas()), result)
         return result
 
     def error(self, *words: str) -> tuple[int, dict[str, Any]]:

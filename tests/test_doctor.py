@@ -26,6 +26,7 @@ from swarmnode.paths import find_paths
 from swarmnode.swarm.store import SwarmFiles
 from tests.control_threads import SWARMCTL
 from tests.expert_models import quiet, tiny_file
+from tests.schema_checks import conforms
 
 
 def doctor(data: Path, *words: str, **options: Any) -> tuple[int, dict[str, Any]]:
@@ -33,6 +34,7 @@ def doctor(data: Path, *words: str, **options: Any) -> tuple[int, dict[str, Any]
     command = [*SWARMCTL, "doctor", "--json", "--data-dir", str(data), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
     result = json.loads(done.stdout)
+    conforms("doctor", result)
     return done.returncode, {check["id"]: check for check in result["checks"]} | {"mended": result["mended"]}
 
 

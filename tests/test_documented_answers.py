@@ -38,6 +38,7 @@ from swarmnode.pinger import serve_pings
 from tests.advert_tools import usual_content
 from tests.documents import ROOT, first_codes, rows, section
 from tests.expert_models import quiet, tiny_file
+from tests.schema_checks import conforms
 
 Keys = set[str]
 
@@ -52,6 +53,7 @@ def keys_of(value: Any, name: str = "") -> Keys:
 
 
 class Answers(NamedTuple):
+    raw: list[tuple[str, Any]]
     status: Keys
     ask: Keys
     model: Keys
@@ -115,7 +117,11 @@ async def _collect_answers(folder: Path) -> Answers:
     placement["without"]["one_copy"] = placement["without"]["no_copy"]
     views.append({"findings": [Finding(FindingKind.UNREACHABLE, "peer", "message", "hint").to_json()]})
     of_views = set().union(*map(keys_of, views))
-    return Answers(of_views, keys_of(answer), keys_of(model), keys_of(placement), set().union(*map(keys_of, explained)))
+    raw = [("ask", answer), ("model show", model), ("placement", placement), *(("status", view) for view in views[:-1])]
+    raw += [("peer show", each) for each in explained]
+    return Answers(
+        raw, of_views, keys_of(answer), keys_of(model), keys_of(placement), set().union(*map(keys_of, explained))
+    )
 
 
 async def _known(handlers: Handlers, peer: str) -> Known:
@@ -139,6 +145,11 @@ def documented(heading: str) -> Keys:
 
 def test_status_says_what_is_documented(answers: Answers) -> None:
     assert documented("`swarmctl status --json`") == answers.status
+
+
+def test_real_answers_conform_to_their_schemas(answers: Answers) -> None:
+    for command, answer in answers.raw:
+        conforms(command, answer)
 
 
 def test_states_are_documented() -> None:

@@ -33,8 +33,10 @@ from swarmnode.shards.messages import PROTOCOL as SHARDS
 from swarmnode.shards.messages import ShardRequest, encode_request
 from swarmnode.status_service import PROTOCOL as STATUS
 from swarmnode.swarm.store import SwarmFiles, SwarmStore
+from swarmnode.top import measure
 from swarmnode.wire import encode_frame, read_frame
 from tests.control_threads import SWARMCTL
+from tests.schema_checks import conforms
 from tests.swarm_tools import CONTEXT_TOKENS, Served, ask, failure, wait_until
 from tests.tiny_architectures import write_tiny_model
 
@@ -119,6 +121,8 @@ def test_the_swarm_elects_places_and_answers(served: Elected) -> None:
     assert max(view["local"]["load"] for view in working) > 0
     assert working[0]["model"]["layers"]["decode_computed"] > 0
     assert log_file.last_lines(served.leader.folder / "logs", 1)[0]
+    conforms("status", working[-1])
+    conforms("top", measure(working[-1], served.swarm.nodes[-1].status(), 1.0))
     seen = look_at_node(Config(), None, find_paths(served.leader.folder))
     assert (seen.daemon, seen.daemon_pid, seen.loose, seen.votes) == ("answers", served.leader.pid, (), None)
     assert seen.membership is not None
@@ -136,6 +140,7 @@ def test_what_is_predicted_by_an_invite_is_what_a_worker_then_has(served: Electe
         command = [*SWARMCTL, "predict", "--json", *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         found: dict[str, Any] = json.loads(done.stdout)
+        conforms("predict", found)
         return found
 
     told = predict(token, "--data-dir", str(tmp_path / "newcomer"))

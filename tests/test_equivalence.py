@@ -33,6 +33,7 @@ from swarmnode.local_experts import LocalExperts
 from tests.documents import first_codes, section
 from tests.expert_models import quiet, take_apart, tiny_file
 from tests.report_tools import Tags, keys_of
+from tests.schema_checks import conforms
 
 SMALL = Sizes(("q8_0",), (256, 2048), (1, 40))
 OF_MODELS = LEVELS[1:]
@@ -321,6 +322,7 @@ def test_the_command_prints_all_levels_and_their_documented_keys(
     codes = first_codes(section("status.md", "`swarmctl equivalence --json`"))
     assert len(codes) == len(set(codes))
     assert set(codes) == keys_of(result)
+    conforms("equivalence", result)
 
 
 def test_the_exit_status_tells(capfd: pytest.CaptureFixture[str]) -> None:

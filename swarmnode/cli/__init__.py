@@ -9,6 +9,7 @@ service    swarmctl service install, status, remove
 requests   swarmctl requests, verify, forget; render_requests shows what they found
 doctor     swarmctl doctor
 predict    swarmctl predict
+schema     swarmctl schema
 completion  swarmctl completion
 equivalence  swarmctl equivalence; render_equivalence shows what it found
 kernels    swarmctl kernels build, list, compare

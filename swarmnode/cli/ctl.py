@@ -26,6 +26,7 @@ from swarmnode.cli.peer import COMMANDS as PEER
 from swarmnode.cli.predict import predict
 from swarmnode.cli.progress import ProgressLine
 from swarmnode.cli.requests import COMMANDS as REQUESTS
+from swarmnode.cli.schema import schema
 from swarmnode.cli.service import service
 from swarmnode.cli.swarm import COMMANDS as BELONGING
 from swarmnode.cli.watching import status, top
@@ -67,6 +68,7 @@ _COMMANDS = (
     kernels,
     service,
     completion,
+    schema,
 )
 for command in _COMMANDS:
     swarmctl.add_command(command)
