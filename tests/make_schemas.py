@@ -27,6 +27,7 @@ TABLES: Final = {
     "equivalence": ("`swarmctl equivalence --json`", 0),
     "kernels list": ("`swarmctl kernels`", 0),
     "kernels compare": ("`swarmctl kernels`", 1),
+    "kernels swarm": ("`swarmctl kernels`", 2),
     "service status": ("`swarmctl service --json`", 0),
     "bench": ("`swarmctl bench --json`", 0),
     "doctor": ("`swarmctl doctor --json`", 0),
@@ -94,6 +95,8 @@ EXACT: Final[dict[str, Any]] = {
     "levels[].choices.accuracy_a": "number", "levels[].choices.accuracy_b": "number",
     "levels[].choices.changed": "number?", "levels[].choices.spread": "number?",
     "equivalence: experts.a": "object?", "equivalence: experts.b": "object?", "levels[].tolerance.flips": "number",
+    "workers[].fitness": "string?", "workers[].bit_identical_to_leader": "boolean?", "workers[].error": "object?",
+    "workers[].numeric_class": "string?", "workers[].dispatches": "integer?",
     "levels[].tolerance.forks": "number", "peers[].numeric_class": "string?",
 }  # fmt: skip
 MIXED: Final = frozenset(("levels[].tolerance",))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import click
+import jsonschema
 import pytest
 import trio
 
@@ -21,7 +22,8 @@ from capabilities.errors import SwarmError
 from capabilities.verdict import Evidence, Verdict
 from scheduler.advert_findings import Finding, FindingKind
 from swarmnode.api.service import Http
-from swarmnode.cli import common
+from swarmnode.cli import common, ctl
+from swarmnode.cli.schema import commands, schema_of_command
 from swarmnode.config import parse_config
 from swarmnode.control import ControlReply
 from swarmnode.explaining import Known, explain
@@ -38,6 +40,7 @@ from swarmnode.pinger import serve_pings
 from tests.advert_tools import usual_content
 from tests.documents import ROOT, first_codes, rows, section
 from tests.expert_models import quiet, tiny_file
+from tests.make_schemas import FOLDER, schemas, text_of
 from tests.schema_checks import conforms
 
 Keys = set[str]
@@ -208,3 +211,28 @@ def test_errors_and_their_exit_statuses(capsys: pytest.CaptureFixture[str]) -> N
 
 def _all_subclasses(kind: type[SwarmError]) -> list[type[SwarmError]]:
     return [each for child in kind.__subclasses__() for each in (child, *_all_subclasses(child))]
+
+
+WITHOUT = {"completion", "schema", "equivalence all"}
+"""They print no object of their own: a script, a schema."""
+
+
+def leaves(group: click.Group, name: str = "") -> set[str]:
+    found: set[str] = set()
+    for word, command in group.commands.items():
+        whole = f"{name} {word}".strip()
+        found |= leaves(command, whole) if isinstance(command, click.Group) else {whole}
+    return found
+
+
+def test_every_command_has_a_schema() -> None:
+    assert set(commands()) == leaves(ctl.swarmctl) - WITHOUT, "name its table in tests/make_schemas.py, and run that"
+
+
+def test_schemas_are_those_of_the_documents() -> None:
+    made = schemas()
+    assert set(made) == set(commands())
+    for name, schema in made.items():
+        text = (FOLDER / f"{name.replace(' ', '-')}.json").read_text()
+        assert text == text_of(schema), f"{name}: run `python -m tests.make_schemas`"
+        jsonschema.Draft202012Validator.check_schema(schema_of_command(name))

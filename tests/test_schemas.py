@@ -4,39 +4,12 @@ from __future__ import annotations
 
 import json
 
-import click
-import jsonschema
 import pytest
 
 from capabilities.errors import NoDaemon, UsageError
 from swarmnode.cli import common, ctl
 from swarmnode.cli.schema import commands, schema_of_command
-from tests.make_schemas import FOLDER, schemas, text_of
 from tests.schema_checks import conforms
-
-WITHOUT = {"completion", "schema", "equivalence all"}
-"""They print no object of their own: a script, a schema."""
-
-
-def leaves(group: click.Group, name: str = "") -> set[str]:
-    found: set[str] = set()
-    for word, command in group.commands.items():
-        whole = f"{name} {word}".strip()
-        found |= leaves(command, whole) if isinstance(command, click.Group) else {whole}
-    return found
-
-
-def test_every_command_has_one() -> None:
-    assert set(commands()) == leaves(ctl.swarmctl) - WITHOUT
-
-
-def test_they_are_those_of_the_documents() -> None:
-    made = schemas()
-    assert set(made) == set(commands())
-    for name, schema in made.items():
-        text = (FOLDER / f"{name.replace(' ', '-')}.json").read_text()
-        assert text == text_of(schema), f"{name}: run `python -m tests.make_schemas`"
-        jsonschema.Draft202012Validator.check_schema(schema_of_command(name))
 
 
 @pytest.mark.parametrize(
