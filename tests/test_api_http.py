@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from typing import Any
 
+import httpx
 import pytest
 import trio
 
 from capabilities.errors import ContextLengthExceeded, NoLeader, NotReady, Overloaded, UsageError
+from swarmnode import logs
 from swarmnode.api import limits
 from swarmnode.prompt_messages import Failed, Queued
 from tests.api_tools import HELLO, Conversation, done, post, serving_http, token
@@ -327,14 +330,27 @@ async def test_pages_of_other_origins_do_not_reach_it(headers: dict[str, str], s
 
 async def test_a_browser_learns_which_origins_may_ask() -> None:
     async with serving_http(answer, origins=("https://page.example",)) as served, served.client() as client:
-        wants = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        wants = {
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization",
+            "access-control-request-private-network": "true",
+        }
         for origin, status in (("https://page.example", 204), ("https://evil.example", 403)):
             response = await client.options(CHAT, headers={"origin": origin, **wants})
             assert response.status_code == status
             allowed = response.headers.get("access-control-allow-origin")
             assert allowed == (origin if status == 204 else None)
+            assert ("access-control-allow-private-network" in response.headers) == (status == 204)
         response = await client.post(CHAT, json=HELLO, headers={"origin": "https://page.example"})
         assert response.headers["access-control-allow-origin"] == "https://page.example"
+
+
+async def test_an_address_that_others_reach_goes_by_keys_and_not_by_names() -> None:
+    key = "sk-0123456789abcdef"
+    async with serving_http(answer, listen="0.0.0.0:0", keys=(key,)) as served, httpx.AsyncClient() as client:
+        url = f"http://127.0.0.1:{served.port}/v1/models"
+        for headers, status in (({}, 401), ({"authorization": f"Bearer {key}", "host": "my-machine.example"}, 200)):
+            assert (await client.get(url, headers=headers)).status_code == status
 
 
 async def test_with_keys_everything_but_its_health_needs_one() -> None:
@@ -350,6 +366,22 @@ async def test_with_keys_everything_but_its_health_needs_one() -> None:
             assert response.status_code == status
             assert (await client.get("/v1/models", headers=headers)).status_code == status
         assert (await client.get("/healthz")).status_code == 200
+
+
+async def test_a_fault_of_ours_is_told_without_what_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    def break_down(conversation: Conversation) -> None:
+        raise ValueError(f"no way to say {conversation.ask.messages}")
+
+    logs.configure("debug", "json", sys.stdout)
+    body = {"messages": [{"role": "user", "content": "quartz"}]}
+    async with serving_http(break_down) as served, served.client() as client:
+        for asked in (body, {**body, "stream": True}):
+            response = await client.post(CHAT, json=asked)
+            assert (response.status_code, response.json()["error"]["code"]) == (500, "internal")
+    written = "".join(capsys.readouterr())
+    assert '"error": "ValueError"' in written
+    assert "break_down" in written, "where it was"
+    assert "quartz" not in written
 
 
 # -- the address -------------------------------------------------------------------------------------------------------

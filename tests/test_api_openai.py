@@ -18,10 +18,10 @@ from openai import OpenAI
 from pydantic import BaseModel
 
 from backends import byte_vocabulary
-from swarmnode.local_swarm import LocalNode
+from swarmnode.local_swarm import STOP_SECONDS_MAX, LocalNode
 from swarmnode.paths import shared_cache_folder
 from tests.documents import DOCUMENTS
-from tests.swarm_tools import Served, serving
+from tests.swarm_tools import Served, serving, wait_until
 from tests.tool_templates import HERMES_TEMPLATE
 
 MODEL = "olmoe"
@@ -260,6 +260,16 @@ def test_logs_and_metrics_hold_nothing_of_what_was_asked_and_answered(served: Se
             assert text not in metrics
 
 
+def test_a_client_that_leaves_frees_the_leader(served: Served, each_client: OpenAI) -> None:
+    before = served.requests()["cancelled"]
+    stream = each_client.completions.create(model=MODEL, prompt="One", max_tokens=900, stream=True, **FREE)
+    next(iter(stream))
+    assert served.requests()["running"] == 1
+    stream.close()
+    wait_until(lambda: served.requests()["running"] == 0, 1.0)
+    assert served.requests()["cancelled"] == before + 1
+
+
 def test_metrics_of_a_leader_that_served(served: Served) -> None:
     with client_of(served.leader) as client:
         client.completions.create(model=MODEL, prompt="One", max_tokens=5, **FREE)
@@ -356,3 +366,19 @@ def test_openais_npm_package(served: Served, npm_folder: Path) -> None:
         ["BadRequestError", 400, "invalid_value", "temperature"],
         ["BadRequestError", 400, "context_length_exceeded", "messages"],
     ]
+
+
+# -- the end (of the swarm above: keep it last) ------------------------------------------------------------------------
+
+
+def test_a_daemon_that_stops_tells_its_clients_and_ends_in_time(served: Served) -> None:
+    worker = served.workers[0]
+    with client_of(worker) as client:
+        stream = client.completions.create(model=MODEL, prompt="One", max_tokens=900, stream=True, **FREE)
+        next(iter(stream))
+        assert worker.process is not None
+        worker.process.terminate()
+        with pytest.raises(openai.APIError) as failure:
+            list(stream)
+    assert failure.value.code in ("cancelled", "no_leader")
+    assert worker.process.wait(STOP_SECONDS_MAX) == 0

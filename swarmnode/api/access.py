@@ -88,6 +88,8 @@ class Access:
             "access-control-allow-headers": wanted,
             "access-control-max-age": str(_PREFLIGHT_SECONDS),
         }
+        if "access-control-request-private-network" in headers:  # a page of the internet's asks for one of this machine
+            more["access-control-allow-private-network"] = "true"
         return Granted(headers=allow, response=Response(status_code=204, headers=more))
 
     def _check_key(self, scope: Scope, headers: Headers) -> str:

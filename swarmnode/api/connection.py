@@ -8,7 +8,7 @@ that means is Hypercorn's and h11's.
 from __future__ import annotations
 
 import json
-import logging
+import sys
 from collections import Counter
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ import structlog
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config
+from hypercorn.logging import Logger
 from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.tcp_server import TCPServer
@@ -85,8 +86,8 @@ class Connections:
         self._by_address[address] += 1
         try:
             await _Connection(self._app, self._config, self._context, _BoundedStream(stream)).run()
-        except Exception as error:  # what h11 or Hypercorn stumbles over ends with its connection
-            _log.warning("api.connection_failed", error=type(error).__name__)
+        except* Exception as errors:  # what h11 or Hypercorn stumbles over ends with its connection
+            _log.warning("api.connection_failed", error=type(errors.exceptions[0]).__name__)
         finally:
             self.open -= 1
             self._streams.discard(stream)
@@ -102,8 +103,15 @@ def _config() -> Config:
     config.h11_max_incomplete_size = limits.HEADER_BYTES_MAX
     config.keep_alive_timeout = limits.HEADERS_SECONDS_MAX
     config.include_server_header = False
-    config.errorlog = logging.getLogger("hypercorn.error")
+    config.logger_class = _QuietLogger
     return config
+
+
+class _QuietLogger(Logger):
+    """Hypercorn would log a failure with its message, where a request's text might stand."""
+
+    async def exception(self, message: str, *args: Any, **kwargs: Any) -> None:
+        _log.error("api.hypercorn_failed", reason=message, error=getattr(sys.exc_info()[0], "__name__", None))
 
 
 def _most_of(address: str) -> int:

@@ -60,26 +60,28 @@ class Guard:
             self._metrics.answered(scope["path"], outgoing.status)
 
     async def _answer(self, scope: Scope, incoming: _Incoming, outgoing: _Outgoing) -> None:
+        failed: BaseException | None = None
         try:
             granted = self._access.check(scope)
             outgoing.headers += granted.headers
             scope[CLIENT] = granted.client
-            if granted.response is not None:
-                await granted.response(scope, incoming.receive, outgoing.send)
-                return
-            await self._app(scope, incoming.receive, outgoing.send)
-        except Exception as error:
-            refusal = _refusal(error)
-            if outgoing.status != GONE:  # nothing can be said any more; the connection ends, so the client knows
-                _log.warning("api.answer_broke_off", reason=refusal.code)
-                return
-            with trio.move_on_after(limits.DISCARD_SECONDS_MAX):
-                await incoming.wait_read()
-            await refusal.response()(scope, incoming.receive, outgoing.send)
+            app = self._app if granted.response is None else granted.response
+            await app(scope, incoming.receive, outgoing.send)
+        except* Exception as errors:
+            failed = errors
+        if failed is None:
+            return
+        refusal = _refusal(failed)
+        if outgoing.status != GONE:  # nothing can be said any more; the connection ends, so the client knows
+            _log.warning("api.answer_broke_off", reason=refusal.code)
+            return
+        with trio.move_on_after(limits.DISCARD_SECONDS_MAX):
+            await incoming.wait_read()
+        await refusal.response()(scope, incoming.receive, outgoing.send)
 
 
-def _refusal(error: Exception) -> Refusal:
-    if isinstance(error, ExceptionGroup):  # a nursery wraps what its tasks raise: the first of them is told
+def _refusal(error: BaseException) -> Refusal:
+    if isinstance(error, BaseExceptionGroup):  # the first of them is told
         return _refusal(error.exceptions[0])
     if isinstance(error, Refusal):
         return error

@@ -80,6 +80,10 @@ class Http:
                 _log.warning("api.cannot_listen", address=self._listen, reason=reason)
             self._error = reason
             return None
+        if port == 0:  # of a name with two addresses each would have another port
+            for listener in listeners[1:]:
+                await listener.aclose()
+            listeners = listeners[:1]
         bound = listeners[0].socket.getsockname()
         self._bound = f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
         self._error = None
