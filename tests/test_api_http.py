@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import sys
 from typing import Any
@@ -52,6 +53,7 @@ async def test_an_answer_whole_and_as_a_stream() -> None:
         (NoLeader("nobody leads"), 503, "no_leader", True),
         (NotReady("wait"), 503, "not_ready", True),
         (Overloaded("too many"), 429, "overloaded", True),
+        (Overloaded("too many", retry_after_s=6.2), 429, "overloaded", True),
     ],
 )
 @pytest.mark.parametrize("body", [HELLO, STREAM], ids=["whole", "stream"])
@@ -60,7 +62,8 @@ async def test_what_fails_at_once_has_its_status(error: Any, status: int, code: 
         response = await client.post(CHAT, json=body)
     told = response.json()["error"]
     assert (response.status_code, told["code"]) == (status, code)
-    assert ("retry-after" in response.headers) == retry
+    after = math.ceil(error.details.get("retry_after_s", limits.RETRY_SECONDS))
+    assert response.headers.get("retry-after") == (str(after) if retry else None)
     assert told["param"] == {"invalid_value": "top_k", "context_length_exceeded": "messages"}.get(code)
 
 

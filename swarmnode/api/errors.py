@@ -7,6 +7,7 @@ HTTP status into their exception classes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import ceil
 from typing import Any, Final
 
 from starlette.responses import JSONResponse
@@ -74,6 +75,9 @@ def refusal_of(error: SwarmError) -> Refusal:
     if error.type == "usage":
         first = error.message.split(" ", 1)[0]
         param = first if first in _FIELDS else None
-    # Clients repeat what failed with 5xx. An answer that took too long would only take as long again.
-    headers = {"x-should-retry": "false"} if error.type == "deadline_exceeded" else {}
+    headers = {}
+    if error.type == "deadline_exceeded":  # clients repeat what failed with 5xx: this would only take as long again
+        headers["x-should-retry"] = "false"
+    if isinstance(after := error.details.get("retry_after_s"), int | float) and 0 < after <= limits.RETRY_SECONDS_MAX:
+        headers["retry-after"] = str(ceil(after))
     return Refusal(status, message, code, param, retry=status in (429, 503), headers=headers)

@@ -32,6 +32,9 @@ BODIES_BYTES_MAX: Final = 64 * MIB
 BODY_SECONDS_MAX: Final = 30.0
 """A whole body: 4 MiB pass a 1.2 Mbit/s link in this time, and a body that drips is cut off."""
 
+RETRY_SECONDS_MAX: Final = 3_600
+"""A leader says when a place in its queue should be free; more than an hour is no estimate."""
+
 WRITE_SECONDS_MAX: Final = 20.0
 """A client that takes nothing for so long, with the kernel's buffer full, has gone in all but name."""
 
