@@ -107,5 +107,8 @@ class Http:
         if self._error is None:
             return []
         message = f"no HTTP interface: it cannot listen on {self._listen}, since {self._error}"
-        hint = 'End that program, or change api.listen in the configuration ("127.0.0.1:0" takes any free port).'
+        hint = (
+            "It is tried again every few seconds. Change api.listen in the configuration if another program is to keep"
+            ' the port ("127.0.0.1:0" takes any free one), or if the address is not this machine\'s.'
+        )
         return [dict(Finding(FindingKind.HTTP_ADDRESS, me, message, hint).to_json())]
