@@ -148,6 +148,7 @@ class Handlers:
         started, first = time.monotonic(), None
         text: list[str] = []
         tokens: list[int] = []
+        logprobs: list[dict[str, Any]] = []
         done: Done | None = None
         asker = self._services.asker
         async with asker.replies(ask) as replies:
@@ -158,6 +159,8 @@ class Handlers:
                     case Token(index, token, piece):
                         first = time.monotonic() if first is None else first
                         tokens.append(token)
+                        if item.logprob is not None:
+                            logprobs.append(_logprob(item, item.logprob))
                         text.append(piece)
                         await reply.event("token", index=index, token=token, text=piece)
                     case Done():
@@ -176,7 +179,8 @@ class Handlers:
         total = time.monotonic() - started
         log.info("request.end", role="asker", finish_reason=done.finish_reason, seconds=round(total, 3))
         first_token_s = None if first is None else first - started
-        return _result(done.leader or asker.leader, ask, done, tokens, "".join(text), total, first_token_s)
+        result = _result(done.leader or asker.leader, ask, done, tokens, "".join(text), total, first_token_s)
+        return result if ask.logprobs is None else {**result, "logprobs": logprobs}
 
     # -- requests of the past -----------------------------------------------------------------------------------
 
@@ -300,6 +304,14 @@ def _result(
     }
 
 
+def _logprob(token: Token, logprob: float) -> dict[str, Any]:
+    def shown(piece: bytes) -> str:
+        return piece.decode(errors="replace")
+
+    top = [{"token": other, "text": shown(piece), "logprob": value} for other, value, piece in token.top]
+    return {"token": token.token, "text": shown(token.bytes), "logprob": logprob, "top": top}
+
+
 def parse_ask(params: Params) -> Ask:
     """A request of swarmctl's: unknown values are refused by name, absent ones get their defaults.
 
@@ -321,6 +333,12 @@ def parse_ask(params: Params) -> Ask:
         raise UsageError("a raw prompt has no system text", hint="Put it into the prompt.")
     if messages and (raw or system is not None):
         raise UsageError("messages stand alone", hint="Put the system text before them, as a message.")
+    for key in ("grammar", "json_schema"):
+        if not isinstance(params.get(key), str | None):
+            raise UsageError(f"{key} is a text")
+    logprobs = params.get("logprobs")
+    if logprobs is not None and (not isinstance(logprobs, int) or isinstance(logprobs, bool)):
+        raise UsageError("logprobs is a whole number")
     seed = params.get("seed")
     names = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty")
     given = {name: params[name] for name in names if params.get(name) is not None}
@@ -332,6 +350,9 @@ def parse_ask(params: Params) -> Ask:
         max_tokens=max_tokens,
         stop=tuple(stop),
         ignore_eos=bool(params.get("ignore_eos")),
+        logprobs=logprobs,
+        grammar=params.get("grammar"),
+        json_schema=params.get("json_schema"),
     )
 
 

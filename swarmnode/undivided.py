@@ -13,7 +13,8 @@ from pathlib import Path
 from backends.llama import LlamaModel, LlamaSettings
 from scheduler.answer import Vocabulary
 from scheduler.batching import Batcher
-from scheduler.requests import FailedEffect, FinishedEffect, Request, Timings, TokenEffect
+from scheduler.requests import DEADLINE_S_MAX, FailedEffect, FinishedEffect, Timings, TokenEffect
+from swarmnode.leader.asked import Reader
 from swarmnode.prompt_messages import Ask
 
 
@@ -36,6 +37,7 @@ class Undivided:
         settings = LlamaSettings(context_tokens=context_tokens, batch_tokens=batch_tokens, threads=threads, fast=fast)
         self._model = LlamaModel(path, settings)
         self._batch_tokens = batch_tokens
+        self._reader = Reader(self._model.vocabulary, self._model.context_tokens, DEADLINE_S_MAX)
 
     def tokenize(self, ask: Ask) -> list[int]:
         """The prompt as the leader would tokenise it."""
@@ -53,18 +55,9 @@ class Undivided:
         Raises:
             SwarmError: what the request or llama.cpp runs into.
         """
-        prompt = self.tokenize(ask)
         model, v = self._model, self._model.vocabulary
-        room = max(0, model.context_tokens - len(prompt))
+        request = self._reader.read(ask, ask.request_id)
         batcher = Batcher(1, model.context_tokens, self._batch_tokens, 0, Vocabulary(v.n_vocab, v.piece, v.is_end))
-        request = Request(
-            id=ask.request_id,
-            prompt_tokens=tuple(prompt),
-            params=ask.params,
-            max_tokens=room if ask.max_tokens is None else ask.max_tokens,
-            stop=ask.stop,
-            stop_at_end=not ask.ignore_eos,
-        )
         model.clear_all()
         effects = batcher.submit(request, time.monotonic())
         tokens: list[int] = []
@@ -78,7 +71,8 @@ class Undivided:
                     case TokenEffect():
                         tokens.append(effect.token)
                     case FinishedEffect():
-                        return UndividedAnswer(tuple(tokens), effect.finish_reason, len(prompt), effect.timings)
+                        n_prompt = effect.usage.prompt_tokens
+                        return UndividedAnswer(tuple(tokens), effect.finish_reason, n_prompt, effect.timings)
                     case FailedEffect():
                         raise effect.error
             effects = []

@@ -69,6 +69,7 @@ EXACT: Final[dict[str, Any]] = {
     "members[].vote_file": "string", "invite": "object", "invites[]": "object", "kernels[].missing": "any",
     "built[]": "string", "used": "string", "seconds": "number", "running": "integer?", "waiting": "integer?",
     "requests.running": "integer", "requests.waiting": "integer", "model.coverage.min_copies": "integer",
+    "logprobs[].logprob": "number", "logprobs[].top[].logprob": "number",
     "peers[].dispatches_per_s": "number?", "requests[].mixed_classes": "boolean?",
     "requests[].completion_tokens": "integer?", "swarm.token_hash": "string?", "swarm.reason": "string?",
     "undivided.token_hash": "string?", "undivided.reason": "string?", "undivided.completion_tokens": "integer?",

@@ -196,6 +196,17 @@ def test_ask_sends_what_is_given_and_only_that(run: Run, fake: FakeDaemon) -> No
     }
 
 
+def test_ask_sends_what_an_answer_must_look_like(run: Run, fake: FakeDaemon, tmp_path: Path) -> None:
+    for name, text in (("schema", "{}"), ("gbnf", 'root ::= "a"')):
+        (tmp_path / name).write_text(text)
+    run("ask", "--json-schema", str(tmp_path / "schema"), "--logprobs", "3", "--presence-penalty", "1", "x")
+    given = fake.calls[0][1]
+    assert (given["json_schema"], given["logprobs"], given["presence_penalty"]) == ("{}", 3, 1.0)
+    run("ask", "--grammar", str(tmp_path / "gbnf"), "x")
+    assert fake.calls[0][1]["grammar"] == 'root ::= "a"'
+    assert run("ask", "--grammar", str(tmp_path / "nothing"), "x")[0] == 2
+
+
 def test_ask_json_is_one_object(run: Run) -> None:
     status, out, _ = run("ask", "Hello", "--json")
     assert status == 0

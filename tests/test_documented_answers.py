@@ -107,7 +107,7 @@ async def _collect_answers(folder: Path) -> Answers:
             handlers = Handlers(node, Http(config.api, node, find_paths(folder)))
             reply = cast(ControlReply, Unheard())
             views.append(dict(await handlers.status({}, reply)))
-            answer = await handlers.ask({"prompt": "hi", "raw": True, "max_tokens": 3}, reply)
+            answer = await handlers.ask({"prompt": "hi", "raw": True, "max_tokens": 3, "logprobs": 2}, reply)
             member.hello = replace(member.hello, name="cellar")
             leader.board.publish(str(member.peer), "fit", [Evidence("audit", "agreed")], 10, 0)
             views.append(await node.status())

@@ -18,6 +18,7 @@ from scheduler.sampling import SamplingParams
 from swarmnode.leader.engine import DecodeEngine
 from swarmnode.leader.prompts import PromptService
 from swarmnode.prompt_messages import Ask, Done, Failed, Reply, Token
+from swarmnode.undivided import Undivided
 from tests.expert_models import tiny_file
 from tests.tool_templates import HERMES_TEMPLATE, LLAMA_TEMPLATE, MISTRAL_TEMPLATE
 
@@ -142,6 +143,16 @@ async def test_logprobs_are_told_with_bytes_and_alternatives() -> None:
                     assert (logprob, piece) == (token.logprob, token.bytes)
         (bare, *_), _, _ = await answer(service, logprobs=0)
         assert (bare.top, bare.logprob) == ((), tokens[0].logprob)
+
+
+def test_llama_cpp_alone_answers_under_the_same_rules() -> None:
+    """What `swarmctl verify` compares with."""
+    whole = Undivided(tiny_file("olmoe", "f32"), context_tokens=CONTEXT, batch_tokens=64)
+    asks = [Ask("req-1", WARM, prompt="Say something.", json_schema=SCHEMA, choice=choice) for choice in (0, 1, 2)]
+    texts = [b"".join(map(whole.piece, whole.answer(ask).tokens)) for ask in asks]
+    whole.close()
+    assert all(json.loads(text)["city"] in ("Oslo", "Rome") for text in texts)
+    assert len(set(texts)) > 1
 
 
 async def test_choices_of_one_prompt_differ_and_each_is_always_the_same() -> None:

@@ -23,6 +23,8 @@ _SAMPLING: Final = (
     ("--top-p", click.FloatRange(0, 1), "1: off. Default: 0.95."),
     ("--top-k", click.IntRange(0), "0: off. Default: 40."),
     ("--min-p", click.FloatRange(0, 1), "0: off. Default: 0.05."),
+    ("--frequency-penalty", click.FloatRange(-2, 2), "Taken off a token for each time that it was said. Default: 0."),
+    ("--presence-penalty", click.FloatRange(-2, 2), "Taken off a token once it was said. Default: 0."),
     ("--seed", click.IntRange(0, SEED_MAX), "The same seed gives the same answer. Default: drawn."),
 )
 
@@ -41,6 +43,9 @@ def sampling_options(command: Command) -> Command:
 @click.command()
 @click.argument("prompt", required=False)
 @sampling_options
+@click.option("--json-schema", type=click.File(), metavar="FILE", help="The answer is JSON that obeys this schema.")
+@click.option("--grammar", type=click.File(), metavar="FILE", help="The answer is in this GBNF grammar's language.")
+@click.option("--logprobs", type=click.IntRange(0, 20), help="With --json: each token's, and of so many alternatives.")
 @click.option("--system", metavar="TEXT", help="System text for the model's chat template.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it stands, without the model's chat template.")
 @common_options
@@ -56,6 +61,7 @@ def ask(settings: Settings, /, prompt: str | None, **options: Any) -> None:
       swarmctl ask "Why is the sky blue?"
       git diff | swarmctl ask --system "Review this patch." --temperature 0
       swarmctl ask --json --seed 7 "A haiku" | jq -r .text
+      swarmctl ask --json-schema person.json "Invent a person."
     """
     if prompt is None and sys.stdin.isatty():
         raise UsageError("there is no prompt", hint=_NO_PROMPT)
@@ -64,6 +70,9 @@ def ask(settings: Settings, /, prompt: str | None, **options: Any) -> None:
     if not prompt.strip():
         raise UsageError("the prompt is empty", hint=_NO_PROMPT)
     given = {name: value for name, value in options.items() if value is not None}
+    for name in ("grammar", "json_schema"):
+        if name in given:
+            given[name] = given[name].read()
     with Call(settings.socket, "ask", {"prompt": prompt, **given}) as call:
         if settings.json:
             for _ in call:

@@ -31,12 +31,17 @@ class Reader:
         self._making_grammars = trio.CapacityLimiter(1)
 
     async def request(self, ask: Ask, name: str) -> Request:
+        """As `read`, in a thread where it takes a while: a long text, a grammar, an answer so far in its language."""
+        if ask.grammar is not None or ask.json_schema is not None or ask.tools:
+            return await trio.to_thread.run_sync(self.read, ask, name, limiter=self._making_grammars)
+        if _size(ask) > _INLINE_CHARS:
+            return await trio.to_thread.run_sync(self.read, ask, name, limiter=self._tokenizing)
+        return self.read(ask, name)
+
+    def read(self, ask: Ask, name: str) -> Request:
         """The request, by that name. UsageError where its text or its form cannot be served."""
         tools = () if ask.tool_choice == "none" else ask.tools
-        if _size(ask) <= _INLINE_CHARS:
-            tokens = self._tokens(ask, tools)
-        else:
-            tokens = await trio.to_thread.run_sync(self._tokens, ask, tools, limiter=self._tokenizing)
+        tokens = self._tokens(ask, tools)
         if not tokens:
             raise UsageError("the prompt is empty", hint="Give at least one word.")
         use = self._tool_use(tools)
@@ -52,7 +57,7 @@ class Reader:
             generated=ask.generated,
             choice=ask.choice,
             logprobs=ask.logprobs,
-            constraint=await self._constraint(ask, use),
+            constraint=self._constraint(ask, use),
             tools=use,
         )
 
@@ -68,8 +73,8 @@ class Reader:
         markers = {token: mark.encode() for mark, token in marks.items() if token is not None}
         return ToolUse(form, frozenset(tool["function"]["name"] for tool in tools), markers)
 
-    async def _constraint(self, ask: Ask, use: ToolUse | None) -> Grammar | None:
-        """What narrows the answer down. In a thread: making it, and going through the answer so far, takes a while."""
+    def _constraint(self, ask: Ask, use: ToolUse | None) -> Grammar | None:
+        """What narrows the answer down."""
         named = chosen_tool(ask.tool_choice)
         if use is not None and ask.grammar is not None:
             raise UsageError("an answer has tools or a grammar, not both")
@@ -83,9 +88,9 @@ class Reader:
             make = partial(self._grammars.of_schema, ask.json_schema)
         else:
             return None
-        return await trio.to_thread.run_sync(make, ask.generated, limiter=self._making_grammars)
+        return make(ask.generated)
 
 
 def _size(ask: Ask) -> int:
     """Roughly how much text there is."""
-    return len(ask.prompt or "") + json_bytes(ask.messages) + json_bytes(ask.tools)
+    return len(ask.prompt or "") + json_bytes(ask.messages)
