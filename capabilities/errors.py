@@ -105,6 +105,7 @@ class UsageError(SwarmError):
     """What was asked cannot be meant: a value out of its range, a name that is taken, a missing file."""
 
     type = "usage"
+    default_hint = "`swarmctl --help` lists the commands, and a command's own --help shows what it takes."
 
 
 class NoDaemon(SwarmError):
@@ -153,6 +154,7 @@ class RequestCancelled(SwarmError):
     """Whoever asked went away, or the daemon is stopping."""
 
     type = "cancelled"
+    default_hint = "Ask again; `swarmctl status` says whether the swarm is ready."
 
 
 class DeadlineExceeded(SwarmError):

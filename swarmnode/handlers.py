@@ -371,5 +371,5 @@ def _messages(params: Params) -> tuple[Message, ...]:
 def _text(params: Params, key: str) -> str:
     value = params.get(key)
     if not isinstance(value, str) or not value:
-        raise UsageError(f"{key} is missing", hint="" if key != "prompt" else "Give a prompt.")
+        raise UsageError(f"{key} is missing", hint=f"Give a {key}.")
     return value

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+import click
 import pytest
 import trio
 
@@ -461,6 +462,28 @@ def test_help_is_there_at_once_for_every_command() -> None:
         assert "--json" in done.stdout
         heavy = {"trio", "libp2p", "numpy", "pydantic", "structlog", "rich", "llama_cpp", "platformdirs"}
         assert not heavy & set(done.stdout.splitlines()[-1].split())
+
+
+def test_examples_in_help_texts_can_be_typed() -> None:
+    from tests.test_docs import fault_of
+
+    seen = 0
+    for name, command in leaves(ctl.swarmctl):
+        _, _, examples = (command.help or "").partition("Examples:\n")
+        for line in examples.splitlines():
+            typed = re.split(r" (?:\||>>?|<|&&) |   ", line[line.index("swarmctl") :])[0] if "swarmctl" in line else ""
+            if typed:
+                assert fault_of(shlex.split(typed), whole=True) is None, f"{name}: {typed}"
+                seen += 1
+    assert seen > 30
+
+
+def leaves(group: click.Group, name: str = "") -> Iterator[tuple[str, click.Command]]:
+    for word, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from leaves(command, f"{name} {word}")
+        else:
+            yield f"{name} {word}", command
 
 
 def test_ask_help_says_who_can_read_along() -> None:

@@ -132,7 +132,7 @@ def _cause(error: BaseException) -> BaseException:
 def _failed(error: BaseException, as_json: bool) -> int:
     if isinstance(error, KeyboardInterrupt | click.Abort):
         if as_json:
-            print_json({"error": RequestCancelled("stopped by the user").to_json()})
+            print_json({"error": RequestCancelled("stopped by the user", hint="Run it again when you like.").to_json()})
         return EXIT_INTERRUPTED
     if isinstance(error, BrokenPipeError):
         # Whoever read our output has seen enough. What is left in the buffer must not fail once more at exit.

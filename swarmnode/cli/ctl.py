@@ -89,6 +89,12 @@ def demo(
 
     The demo model is a real mixture of experts, made from a small dense model. Its answer is compared, token by token,
     with llama.cpp's own on the undivided model.
+
+    \b
+    Examples:
+      swarmctl demo
+      swarmctl demo --keep
+      swarmctl demo --stop
     """
     from swarmnode.demo import proof_line, run_demo, stop_kept
 
@@ -157,7 +163,13 @@ def _say_how_to_reach(peers: list[dict[str, Any]]) -> None:
 @common_options
 @pass_settings
 def bench(settings: Settings, /, model: str, **options: Any) -> None:
-    """Measure a swarm on this machine against llama.cpp on the undivided model. Needs no daemon."""
+    """Measure a swarm on this machine against llama.cpp on the undivided model. Needs no daemon.
+
+    \b
+    Examples:
+      swarmctl bench
+      swarmctl bench --model FILE --workers 3
+    """
     from swarmnode.bench import run_bench
 
     with ProgressLine() as progress, common.without_daemon():

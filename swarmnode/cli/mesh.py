@@ -14,7 +14,13 @@ from swarmnode.control_client import request
 @common_options
 @pass_settings
 def placement(settings: Settings, without: str | None) -> None:
-    """Show which peer holds which experts, what has one copy only, and why a peer got no output rank."""
+    """Show which peer holds which experts, what has one copy only, and why a peer got no output rank.
+
+    \b
+    Examples:
+      swarmctl placement
+      swarmctl placement --without attic
+    """
     answer = request(settings.socket, "placement", {"without": without} if without else {})
     if settings.json:
         common.print_json(answer)
@@ -31,6 +37,10 @@ def drain(settings: Settings) -> None:
     """Let this peer's experts go to others, and let another peer lead. It goes on serving until they have them.
 
     It lasts until `swarmctl undrain` or the daemon's end.
+
+    \b
+    Examples:
+      swarmctl drain && swarmctl status --watch
     """
     common.print_result(settings, request(settings.socket, "drain", {"on": True}))
 

@@ -27,7 +27,12 @@ def model() -> None:
 @common_options
 @pass_settings
 def add(settings: Settings, file: Path, name: str | None) -> None:
-    """Make a model known from its GGUF file (of a split one the first part), which stays where it is."""
+    """Make a model known from its GGUF file (of a split one the first part), which stays where it is.
+
+    \b
+    Examples:
+      swarmctl model add olmoe-q4_0.gguf --name olmoe
+    """
     params = {"path": str(file.absolute()), **({"name": name} if name else {})}
     with Call(settings.socket, "model_add", params) as call, ProgressLine() as progress:
         for event in call:
@@ -64,7 +69,12 @@ def show(settings: Settings, name: str) -> None:
 @common_options
 @pass_settings
 def use(settings: Settings, name: str) -> None:
-    """Let the swarm serve this model, on a backbone peer that has it. What runs is ended first."""
+    """Let the swarm serve this model, on a backbone peer that has it. What runs is ended first.
+
+    \b
+    Examples:
+      swarmctl model use olmoe
+    """
     common.print_result(settings, request(settings.socket, "model_use", {"name": name}))
 
 
@@ -86,6 +96,10 @@ def check(settings: Settings, file: Path, workers: int) -> int:
     """Split a model over workers in one process and compare it with llama.cpp on the undivided one. Needs no daemon.
 
     The exit status is 0 if prefill and decode are bit-identical, 1 if they differ or the model is not supported.
+
+    \b
+    Examples:
+      swarmctl model check olmoe-q4_0.gguf
     """
     import trio
 

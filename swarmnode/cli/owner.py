@@ -25,7 +25,12 @@ def owner() -> None:
 @common_options
 @pass_settings
 def export_(settings: Settings, file: Path) -> None:
-    """Write a copy of the key to FILE, which must not exist. It stays under its passphrase."""
+    """Write a copy of the key to FILE, which must not exist. It stays under its passphrase.
+
+    \b
+    Examples:
+      swarmctl owner export owner.key
+    """
     from swarmnode.swarm.owner_key import export_key
 
     store = open_store(settings)
@@ -41,7 +46,12 @@ def export_(settings: Settings, file: Path) -> None:
 @common_options
 @pass_settings
 def import_(settings: Settings, file: Path, passphrase_file: Path | None) -> None:
-    """Make this machine able to act for the owner, with a copy of the key. This peer must be in the swarm."""
+    """Make this machine able to act for the owner, with a copy of the key. This peer must be in the swarm.
+
+    \b
+    Examples:
+      swarmctl owner import owner.key
+    """
     from swarmnode.swarm.errors import BadOwnerKey
     from swarmnode.swarm.owner_key import read_key_file
 

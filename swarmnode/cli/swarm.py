@@ -42,6 +42,11 @@ def init(settings: Settings, name: str, passphrase_file: Path | None) -> None:
 
     Who has the key and its passphrase decides who may lead, who is banned, and whose models count. Keep a copy of it:
     `swarmctl owner export FILE`.
+
+    \b
+    Examples:
+      swarmctl init --name home
+      swarmctl init --passphrase-file FILE
     """
     from swarmnode.swarm.founding import Founding
     from swarmnode.swarm.owner_key import OwnerKey
@@ -72,6 +77,11 @@ def join(settings: Settings, token: str, yes: bool) -> None:
 
     The swarm's backbone reads prompts and answers in plain text. Workers see activations, from which much of the text
     can be reconstructed.
+
+    \b
+    Examples:
+      swarmctl join TOKEN
+      swarmctl join - < token.txt
     """
     from swarmnode.swarm.invites import Invite
 
@@ -94,7 +104,12 @@ def join(settings: Settings, token: str, yes: bool) -> None:
 @common_options
 @pass_settings
 def leave(settings: Settings, force: bool, yes: bool) -> None:
-    """Leave the swarm. The way back is a new invite; the owner's key stays if it is here."""
+    """Leave the swarm. The way back is a new invite; the owner's key stays if it is here.
+
+    \b
+    Examples:
+      swarmctl leave
+    """
     record = open_store(settings).need()
     if not yes and sys.stdin.isatty():
         click.confirm(f"Leave the swarm {record.name} ({record.swarm[:16]})?", abort=True, err=True)
@@ -134,6 +149,13 @@ def invite(
 
     It holds the network's key and the addresses of this peer that really answer. This peer admits the newcomers, so
     its daemon must run when they come.
+
+    \b
+    Examples:
+      swarmctl invite
+      swarmctl invite --uses 5 --expires 12h
+      swarmctl invite --address /dns/example.org/tcp/11436
+      swarmctl invite --list
     """
     if listed and revoke:
         raise UsageError("--list and --revoke are two commands")
@@ -188,6 +210,11 @@ def ban(settings: Settings, peer: str, lift: bool, passphrase_file: Path | None)
 
     A member of the backbone must be removed from it first. What a banned backbone peer vouched for counts no more:
     members that it admitted need a new invite, unless they were renewed since.
+
+    \b
+    Examples:
+      swarmctl ban PEER
+      swarmctl ban PEER --lift
     """
     from swarmnode.swarm.bans import Ban
     from swarmnode.swarm.record import ban_news
@@ -252,6 +279,10 @@ def add(settings: Settings, peer: str, passphrase_file: Path | None) -> None:
 
     The backbone changes by one peer at a time: the new one acts once majorities of the old and the new have stored it.
     A peer that has lost the file of its votes must be removed and added anew, or it could vote twice.
+
+    \b
+    Examples:
+      swarmctl backbone add PEER
     """
     from swarmnode.swarm.founding import with_member
 
@@ -270,7 +301,12 @@ def add(settings: Settings, peer: str, passphrase_file: Path | None) -> None:
 @common_options
 @pass_settings
 def remove(settings: Settings, peer: str, passphrase_file: Path | None) -> None:
-    """Let PEER lead and vote no more; it stays a member. Needs the owner's key, and this daemon in the backbone."""
+    """Let PEER lead and vote no more; it stays a member. Needs the owner's key, and this daemon in the backbone.
+
+    \b
+    Examples:
+      swarmctl backbone remove PEER
+    """
     from swarmnode.swarm.founding import without_member
 
     store = open_store(settings)

@@ -58,6 +58,11 @@ def top(settings: Settings) -> None:
     """Show who computes how much: tokens a second, time a layer, dispatches and load of each peer, until Ctrl-C.
 
     Without a terminal, and with --json, one second is measured and shown once.
+
+    \b
+    Examples:
+      swarmctl top
+      swarmctl top --json | jq .tokens_per_s
     """
     from swarmnode.cli.render_top import top_view
     from swarmnode.top import measure
