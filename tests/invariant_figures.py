@@ -151,9 +151,9 @@ class Sharding:
     relative: float
 
 
-def sharded_in_float64(rows: LayerRows, oracle: NumpyExperts, layer: int, owners: Sequence[str]) -> Sharding:
-    """owners: of each expert. Every node adds what it holds, and the nodes' sums are added in the order of names."""
-    y = rows.exact(oracle, layer)
+def sharded_in_float64(rows: LayerRows, y: F64, owners: Sequence[str]) -> Sharding:
+    """Of exact rows y [T, K, n_out]. owners: of each expert. Every node adds what it holds, and the nodes' sums are
+    added in the order of names."""
     weights = rows.weights.astype(np.float64)
     undivided = np.einsum("tk,tkn->tn", weights, y)
     total = np.zeros_like(undivided)
@@ -199,7 +199,7 @@ class Wobble:
 def wobble(logits: F32, size: float, draws: int, seed: int = 0) -> Wobble:
     """Move every logit [T, V] by up to `size` either way, evenly; figures are sums over all draws."""
     random = np.random.default_rng(seed)
-    top = np.sort(logits, axis=1)[:, -2:].astype(np.float64)
+    top = np.sort(np.partition(logits, -2, axis=1)[:, -2:], axis=1).astype(np.float64)
     margins, best = top[:, 1] - top[:, 0], logits.argmax(axis=1)
     near = logits >= top[:, 1:] - 2 * size  # no other can win
     flips = above = 0

@@ -17,6 +17,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy's first produ
 
 from backends.activations import dequantize_q8_0, quantize_q8_0
 from backends.expert_source import GGUFExpertSource
+from backends.experts import F32
 from backends.gguf_file import GGUFFile
 from backends.llama import LlamaModel, start_library
 from backends.numpy_reference import NumpyExperts
@@ -28,14 +29,18 @@ from swarmnode.equivalence.passes import decode, pass_through, windows_of
 from swarmnode.equivalence.splits import Split, split_model
 from swarmnode.equivalence.targets import find_target
 from swarmnode.equivalence.text import bundled_text
+from swarmnode.kernels.matrix import usual_targets
 from swarmnode.local_experts import load_experts
 from tests import invariant_figures as figures
+from tests.expert_models import made_up_layer, take_apart
 from tests.invariant_figures import LayerRows
 from tests.tiny_architectures import write_deep
 
 WIDE = ModelShape("top8-of-256", n_layers=4, n_expert=256, n_used=8, n_embd=512, n_ff=128, n_head=8, n_vocab=320)
 NODES = (2, 4, 8)
 WOBBLE, DRAWS = 1e-3, 400
+MARGIN_TOKENS_TIMES = 8  # small margins are rare, and one model alone is quick
+SAME_CODES = 1e-5  # relative L2 of a row: sums in another order stay below, a code that rounds otherwise does not
 
 
 @click.command()
@@ -51,12 +56,15 @@ def main(model: str, tokens: int) -> None:
         for path in (file, wide):
             print(f"\n== {path.name}")
             with split_model(path, find_target("ggml-cpu"), find_target("reference"), progress) as split:
+                progress("a text through both sides", 0, 1)
                 a, b = figures.rows_of(split, tokens)
                 if path == wide:
                     routers(path, a, b)
-                sums(split, path, a)
+                sums(split, path, a, progress)
         print(f"\n== margins of {file.name}")
-        margins(file, tokens)
+        margins(file, MARGIN_TOKENS_TIMES * tokens)
+        print("\n== the leader's rounding, across kernels")
+        kernels(progress)
         print("\n== 49 layers")
         depth(deep, progress)
 
@@ -72,7 +80,7 @@ def routers(path: Path, a: dict[int, LayerRows], b: dict[int, LayerRows]) -> Non
         )
 
 
-def sums(split: Split, path: Path, rows: dict[int, LayerRows]) -> None:
+def sums(split: Split, path: Path, rows: dict[int, LayerRows], progress: ProgressLine) -> None:
     """Errors of sums over experts, sharded sums, and what the leader's rounding takes away; medians over the layers."""
     oracle, kernels = NumpyExperts("float64"), find_target("ggml-cpu").make()
     found, in_float64, in_f32, rounded = [], [], [], []
@@ -80,13 +88,14 @@ def sums(split: Split, path: Path, rows: dict[int, LayerRows]) -> None:
         source = GGUFExpertSource(gguf, split.manifest)
         for spec in split.manifest.layers:
             layer, of_layer = spec.layer, rows[spec.layer]
+            progress("sums over experts", len(found), len(split.manifest.layers))
             for backend in (oracle, kernels):
                 load_experts(backend, split.manifest, {layer: range(spec.n_expert)}, source)
             y, exact = of_layer.computed(kernels, layer), of_layer.exact(oracle, layer)
             found.append(figures.errors_of_sums(y, exact))
             for nodes in NODES:
                 owners = [f"node-{i}" for i in np.random.default_rng(nodes).integers(0, nodes, spec.n_expert)]
-                in_float64.append(figures.sharded_in_float64(of_layer, oracle, layer, owners))
+                in_float64.append(figures.sharded_in_float64(of_layer, exact, owners))
                 in_f32.append(figures.sharded_in_f32(of_layer, y, layer, owners))
             sent = LayerRows(dequantize_q8_0(quantize_q8_0(of_layer.x)), of_layer.ids, of_layer.weights)
             of_sent = sent.computed(kernels, layer), sent.exact(oracle, layer)
@@ -109,18 +118,60 @@ def sums(split: Split, path: Path, rows: dict[int, LayerRows]) -> None:
     print(f"kernels to float64: {before:.1e}; with activations that the leader rounded {after:.1e}")
 
 
+def kernels(progress: ProgressLine) -> None:
+    """Experts 1024 -> 512 -> 1024 on the same rows, by every kernel that is built for this processor."""
+    random = np.random.default_rng(0)
+    tensors = {
+        f"ffn_{name}_exps.weight": (random.standard_normal((2, *shape)) / shape[1] ** 0.5).astype(np.float32)
+        for name, shape in (("gate", (512, 1024)), ("up", (512, 1024)), ("down", (1024, 512)))
+    }
+    x = random.standard_normal((256, 1024)).astype(np.float32)
+    x[::2] = np.rint(x[::2] * 16) / 16  # as coarse as activations that were rounded before: many ties
+    sent, tokens = dequantize_q8_0(quantize_q8_0(x)), np.arange(256, dtype=np.int32)
+    for kind in ("q4_0", "q8_0"):
+        layer, read = made_up_layer(tensors, 1024, 1024, kind)
+        results: dict[str, tuple[F32, F32]] = {}
+        for name in usual_targets():
+            if name.startswith(("ggml-cpu", "reference")):
+                progress(f"{kind} on {name}", 0, 1)
+                backend = find_target(name).make()
+                backend.load_layer(layer, take_apart("qwen3moe", kind).program, range(2), read)
+                results[name] = tuple(backend.compute(0, rows, tokens, tokens % 2) for rows in (x, sent))  # type: ignore[assignment]
+                backend.close()
+        installed = results.pop("ggml-cpu")
+        for name, found in results.items():
+            of_x, of_sent = (
+                np.linalg.norm(p - q, axis=1) / np.linalg.norm(p, axis=1) for p, q in zip(installed, found, strict=True)
+            )
+            print(
+                f"{kind} ggml-cpu, {name}: median {np.median(of_x):.1e} and with rounded activations "
+                f"{np.median(of_sent):.1e}, largest {of_x.max():.1e} and {of_sent.max():.1e}, rows with another code "
+                f"{(of_x > SAME_CODES).mean():.1%} and {(of_sent > SAME_CODES).mean():.1%}"
+            )
+
+
 def margins(file: Path, tokens: int) -> None:
+    """Window by window: a large vocabulary's logits take much memory."""
+    sizes = (WOBBLE, 1e-2, 1e-1)
+    found: dict[float, list[figures.Wobble]] = {size: [] for size in sizes}
+    every = []
     with LlamaModel(file, figures.SETTINGS) as model:
-        logits = figures.logits_of(model, tokens)
-    two = np.sort(logits, axis=1)[:, -2:]
-    quantiles = np.quantile(two[:, 1] - two[:, 0], (0.01, 0.05, 0.1, 0.25, 0.5, 0.9))
+        for number, window in enumerate(windows_of(model.vocabulary, bundled_text(), tokens)):
+            logits = decode(model, window)
+            two = np.sort(np.partition(logits, -2, axis=1)[:, -2:], axis=1)
+            every.append(two[:, 1] - two[:, 0])
+            for size in sizes:
+                found[size].append(figures.wobble(logits, size, DRAWS, seed=number))
+    quantiles = np.quantile(np.concatenate(every), (0.01, 0.05, 0.1, 0.25, 0.5, 0.9))
     print("quantiles of margins at 1, 5, 10, 25, 50, 90 %:", " ".join(f"{q:.3f}" for q in quantiles))
-    for size in (WOBBLE, 1e-2, 1e-1):
-        found = figures.wobble(logits, size, DRAWS)
+    for size, parts in found.items():
+        positions, below, flips, above = (
+            sum(getattr(part, name) for part in parts) for name in ("positions", "below", "flips", "flips_above")
+        )
+        predicted, rate = sum(part.predicted for part in parts), flips / DRAWS / positions
         print(
-            f"logits moved by up to {size:g}, {DRAWS} times: {found.below} of {found.positions} margins are below "
-            f"twice that; {found.flips} flips, {found.predicted:.1f} predicted, {found.flips_above} above; a rate of "
-            f"{found.flips / DRAWS / found.positions:.1e} a token"
+            f"logits moved by up to {size:g}, {DRAWS} times: {below} of {positions} margins are below twice that; "
+            f"{flips} flips, {predicted:.1f} predicted, {above} above; a rate of {rate:.1e} a token"
         )
 
 

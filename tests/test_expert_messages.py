@@ -294,6 +294,22 @@ def test_what_is_sent_is_what_arrives(n_tokens: int, data: st.DataObject) -> Non
     assert (tuple(got.tokens), tuple(got.experts)) == (tokens, experts)
 
 
+def test_single_precision_crosses_the_wire_bit_by_bit_both_ways() -> None:
+    """Rows, and the router's weights for partial sums: also values that no shorter type could hold."""
+    random = np.random.default_rng(0)
+    x = random.standard_normal((2, 32)).astype(np.float32)
+    x[0, :4] = [np.float32(2.0**-149), np.finfo(np.float32).max, np.float32(1 + 2.0**-23), -0.0]
+    weights = np.array([1 / 3, np.float32(2.0**-40)], np.float32)
+    got = receive(dispatch(x, [0, 1], [0, 1], weights=weights))
+    assert isinstance(got, Dispatch)
+    assert got.weights is not None
+    assert (got.x.tobytes(), got.weights.tobytes()) == (x.tobytes(), weights.tobytes())
+    y = x[:, :3].copy()
+    reply = answer(encode_reply(9, 1, y))
+    assert isinstance(reply, Reply)
+    assert reply.y.tobytes() == y.tobytes()
+
+
 def test_a_decode_steps_messages_cost_little() -> None:
     """One token, eight rows, width 2,048: a dispatch encoded and decoded. Measured 18 us; the bound is generous."""
     layer = HeldLayer(n_in=2048, n_out=2048, held=np.ones(64, np.bool_))

@@ -23,7 +23,7 @@ from swarmnode.equivalence.recipes import Sizes
 from swarmnode.equivalence.splits import Split, sizes_of, split_model
 from swarmnode.equivalence.targets import Target, find_target
 from swarmnode.equivalence.task import task
-from swarmnode.equivalence.text import bundled_text
+from swarmnode.equivalence.text import bundled_passages, bundled_text
 
 Progress = Callable[[str, int, int], None]
 
@@ -148,7 +148,7 @@ def _levels(split: Split, wanted: Sequence[str], effort: Effort, progress: Progr
     if of_text := [level for level in wanted if level in LEVELS_OF_PASSES]:
         yield from pass_through(split, text, effort.tokens, progress).levels(of_text)
     if "generation" in wanted:
-        yield generation(split, text, effort.prompts, effort.answer_tokens, progress)
+        yield generation(split, bundled_passages(), effort.prompts, effort.answer_tokens, progress)
     if "task" in wanted:
         yield task(split, text, effort.tokens, progress)
 

@@ -20,9 +20,13 @@ QUESTIONS: Final = "questions.txt"  # in each line a question, the right answer,
 
 def bundled_text() -> str:
     """The passages, then the novel."""
-    folder = files("swarmnode.equivalence")
-    novel = lzma.decompress(folder.joinpath(NOVEL).read_bytes()).decode("utf-8")
-    return f"{folder.joinpath(PASSAGES).read_text(encoding='utf-8')}\n{novel}"
+    novel = lzma.decompress(files("swarmnode.equivalence").joinpath(NOVEL).read_bytes()).decode("utf-8")
+    return f"{bundled_passages()}\n{novel}"
+
+
+def bundled_passages() -> str:
+    """Of several books, for prompts: about 1,900 words."""
+    return files("swarmnode.equivalence").joinpath(PASSAGES).read_text(encoding="utf-8")
 
 
 def bundled_questions() -> list[tuple[str, tuple[str, ...]]]:
