@@ -96,6 +96,8 @@ EXACT: Final[dict[str, Any]] = {
     "levels[].choices.accuracy_a": "number", "levels[].choices.accuracy_b": "number",
     "levels[].choices.changed": "number?", "levels[].choices.spread": "number?",
     "equivalence: experts.a": "object?", "equivalence: experts.b": "object?", "levels[].tolerance.flips": "number",
+    "levels[].ops[].causes[]": "string", "levels[].ops[].left": "number?",
+    "levels[].ops[].nearest.a.left": "number", "levels[].ops[].nearest.b.left": "number",
     "workers[].fitness": "string?", "workers[].bit_identical_to_leader": "boolean?", "workers[].error": "object?",
     "workers[].numeric_class": "string?", "workers[].dispatches": "integer?",
     "levels[].tolerance.forks": "number", "peers[].numeric_class": "string?",
