@@ -37,6 +37,7 @@ STATUS = {
     "ready": False,
     "reason": "attic is loading",
     "addresses": [f"/ip4/192.168.100.100/tcp/11436/p2p/{PEER}"],
+    "http": {"listen": "127.0.0.1:11435", "url": "http://127.0.0.1:11435", "error": None},
     "model": {
         "name": "demo",
         "architecture": "deepseek",
@@ -371,6 +372,7 @@ def test_status_fits_and_is_plain_without_a_terminal(run: Run) -> None:
     assert "30 experts missing (layer/expert 0/3, 1/3" in out
     assert re.search(r"combine +partial-sum", out)
     assert re.search(rf"this peer +{PEER} *\n +/ip4/192.168.100.100/tcp/11436 *\n", out)
+    assert re.search(r"http +http://127.0.0.1:11435 *\n", out)
     assert re.search(r"attic-wit\S+ hCsVYM2X worker +loading 45 % +ggml +160 +0.2 +37 % +0.1.0", out)
     assert "the disk is full" in out
     assert "ready, unfit" in out

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -83,6 +84,7 @@ def test_a_kept_swarm_answers_and_can_be_stopped(environment: dict[str, str], tm
         assert run.returncode == 0, run.stderr
         peers = json.loads(run.stdout)["peers"]
         assert [set(peer) >= {"name", "peer_id", "data_dir", "http"} for peer in peers] == [True] * 4
+        assert [httpx.get(f"{peer['http']}/readyz").text for peer in peers] == ["ready\n"] * 4
         ask = [*COMMAND[:-1], "--data-dir", peers[1]["data_dir"], "ask", "What is 2+2?", "--json", "--temperature", "0"]
         answer = subprocess.run(ask, capture_output=True, text=True, timeout=60, check=True)
         assert "4" in json.loads(answer.stdout)["text"]

@@ -52,6 +52,8 @@ def status_view(status: Mapping[str, Json], *, live: bool = False) -> Renderable
     for address in _list(status.get("addresses"))[:ENTRIES_SHOWN]:
         # Without the peer id, which stands above: both together would break over two lines, and nobody could copy them.
         table.add_row("", plain(address).removesuffix(f"/p2p/{status.get('self')}"))
+    if url := _dict(status.get("http")).get("url"):
+        table.add_row("http", plain(url))
     notes = Text("\n".join(_notes(status, peers, names)))
     below: list[RenderableType] = [_peers_table(peers), *([notes] if notes.plain else [])]
     return Group(table, Text(""), *(reversed(below) if live else below))
