@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -28,7 +29,7 @@ from swarmnode.comparing.work import Spent, Work
 from swarmnode.config import ComputeConfig
 from swarmnode.equivalence.matrix import run_matrix
 from swarmnode.equivalence.ops import op_level
-from swarmnode.equivalence.page import write_page
+from swarmnode.equivalence.page import page_of, write_page
 from swarmnode.equivalence.peers import PeerRow, RemotePeer, Swarm
 from swarmnode.equivalence.recipes import Sizes
 from swarmnode.equivalence.run import Effort, run_equivalence
@@ -198,10 +199,11 @@ class SlightlyOff(GgmlExperts):
 
     def __init__(self) -> None:
         super().__init__(Device("CPU"))
+        self.off = False
 
     def compute(self, layer: int, x: F32, tokens: I32, experts: I32, *, ask_f32: bool = False) -> F32:
         y = super().compute(layer, x, tokens, experts, ask_f32=ask_f32)
-        if layer == self.LAYER:
+        if self.off and layer == self.LAYER:
             y[experts == self.EXPERT] *= np.float32(1.01)
         return y
 
@@ -215,20 +217,110 @@ async def test_a_models_experts_are_computed_where_they_are_held(tmp_path: Path)
         known = Swarm("me", rows, from_thread(asking(swarm.network)))
         before = far.worker.experts.statistics.dispatches
 
-        def compare() -> dict[str, Any]:
+        def compare(quantisation: str = "f32") -> dict[str, Any]:
+            model = tiny_file(KIND, quantisation)
             return run_equivalence(
-                "peer:far", "ggml-cpu", levels=("layer", "logits"), model=lambda: tiny_file(KIND), own_model=True,
+                "peer:far", "ggml-cpu", levels=("layer", "logits"), model=lambda: model, own_model=True,
                 tokens=64, prompts=1, answer_tokens=1, progress=quiet, swarm=lambda: known,
             )  # fmt: skip
 
         result = await trio.to_thread.run_sync(compare)
         assert far.worker.experts.statistics.dispatches == before  # comparisons are no dispatches
+        other = await trio.to_thread.run_sync(compare, "q8_0")
     assert result["pass"], result
     share = result["experts"]["a"]
     assert share["held"] == share["of"] > 0
     assert share["rows"] == share["rows_of"] > 0
     assert result["experts"]["b"] is None
     assert result["levels"][0]["free"]["first_layer"] is None  # one numeric class: the same bits
+    assert result["levels"][0]["divergence"] == {"first": None, "worst": None}
+    assert other["pass"] is None
+    assert "experts of another model" in other["levels"][0]["reason"]
+
+
+async def test_the_first_layer_expert_and_peer_that_part_are_named(tmp_path: Path) -> None:
+    made: list[SlightlyOff] = []
+
+    def make() -> SlightlyOff:
+        made.append(SlightlyOff())
+        return made[-1]
+
+    async with leading_swarm(tmp_path, workers=0) as swarm, swarm.led(1):
+        far = swarm.add_worker(make)
+        await swarm.until_ready()
+        made[-1].off = True  # once it has been proven
+        serve(far.network, Work("far", ComputeConfig(), far.worker, tmp_path))
+        known = Swarm("me", (row_of(far.name, "far"),), from_thread(asking(swarm.network)))
+
+        def compare() -> dict[str, Any]:
+            return run_equivalence(
+                "ggml-cpu", "peer:far", levels=("layer",), model=lambda: tiny_file(KIND), own_model=False,
+                tokens=64, prompts=1, answer_tokens=1, progress=quiet, swarm=lambda: known,
+            )  # fmt: skip
+
+        result = await trio.to_thread.run_sync(compare)
+    (level,) = result["levels"]
+    expected = {"layer": SlightlyOff.LAYER, "expert": SlightlyOff.EXPERT, "peer_a": None, "peer_b": "far"}
+    for which in ("first", "worst"):
+        off = level["divergence"][which].pop("relative_l2")
+        assert level["divergence"][which] == expected
+        assert 0.009 < off < 0.011
+        level["divergence"][which]["relative_l2"] = off
+    assert "<td>far</td>" in page_of(result)
+
+
+class Slices(GgmlExperts):
+    """Counts the rows of each call, and takes its time."""
+
+    def __init__(self, rows: list[int]) -> None:
+        super().__init__(Device("CPU"))
+        self.rows = rows
+
+    def compute(self, layer: int, x: F32, tokens: I32, experts: I32, *, ask_f32: bool = False) -> F32:
+        self.rows.append(len(experts))
+        time.sleep(0.02)
+        return super().compute(layer, x, tokens, experts, ask_f32=ask_f32)
+
+
+async def test_a_dispatch_waits_for_a_few_rows_at_most_and_then_gets_most_of_the_time(tmp_path: Path) -> None:
+    rows: list[int] = []
+    async with leading_swarm(tmp_path, workers=0) as swarm, swarm.led(1):
+        far = swarm.add_worker(lambda: Slices(rows))
+        await swarm.until_ready()
+        serve(far.network, Work("far", ComputeConfig(), far.worker, tmp_path))
+        asker, epochs = asking(swarm.network), far.worker.epochs
+        said = messages.decode_held(await asker.ask(PeerId(far.name), messages.held(far.name)))
+        layer, n = 0, 64
+        n_in = swarm.leading.active.manifest.by_layer[layer].n_in if swarm.leading.active else 0
+        experts = np.repeat(np.array(said.experts.experts_of(layer)[:4], np.int32), n)
+        payload = messages.rows_payload(
+            np.ones((n, n_in), np.float32), np.tile(np.arange(n, dtype=np.int32), 4), experts
+        )
+        rows.clear()
+        seen: list[int] = []
+        ended = trio.Event()
+
+        async def dispatches() -> None:
+            """What the worker's other service does while a request runs."""
+            while not ended.is_set():
+                before = len(rows)
+                async with epochs.computing:
+                    seen.append(len(rows) - before)
+                    far.worker.experts.statistics.dispatches += 1
+                await trio.sleep(0.001)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(dispatches)
+            started = trio.current_time()
+            header = messages.rows(far.name, said.experts.model, layer, n, len(experts))
+            answer = await asker.ask(PeerId(far.name), header, payload)
+            took = trio.current_time() - started
+            ended.set()
+        assert len(messages.decode_rows_answer(answer, len(experts), n_in)) == len(experts)
+    assert max(rows) <= limits.COMPARE_SLICE_ROWS
+    assert sum(rows) == len(experts)
+    assert max(seen) <= 1
+    assert took > len(rows) * 0.02 * limits.COMPARE_YIELD_FACTOR  # each slice was followed by its pause
 
 
 async def test_a_peer_without_experts_is_not_judged(tmp_path: Path) -> None:

@@ -172,6 +172,8 @@ def test_another_function_fails_at_every_level_that_judges_numbers() -> None:
     levels = models("ggml-cpu", f"{WRONG}WrongExpert")
     assert not levels["layer"]["pass"]
     assert "after layer 0" in levels["layer"]["reason"]
+    assert levels["layer"]["divergence"]["first"]["layer"] == 0
+    assert f"expert {levels['layer']['divergence']['worst']['expert']} of layer" in levels["layer"]["reason"]
     assert not levels["logits"]["pass"]
     assert not levels["decisions"]["pass"]
 
@@ -355,7 +357,7 @@ def test_the_page_shows_curve_and_histogram_and_fetches_nothing(tmp_path: Path) 
     assert "a&amp;b.gguf" in text
     assert found.tags.count("polyline") == 4
     assert found.tags.count("rect") == 48
-    assert found.tags.count("tr") == 2 + len(levels) + len(levels[0]["ops"])
+    assert found.tags.count("tr") == 2 + len(levels) + len(levels[0]["ops"]) + 3  # and where the sides part
 
 
 def test_a_page_of_one_level_is_a_page() -> None:

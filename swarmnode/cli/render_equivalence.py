@@ -17,6 +17,7 @@ COLUMNS = 120  # where nobody looks
 _NOISE = "llama.cpp's own noise"
 
 
+DIVERGENCE: Final = {"first": "the first layer that differs", "worst": "the most of all"}
 WORDS: Final = {True: "pass", False: "FAIL", None: "not judged"}
 
 
@@ -116,7 +117,17 @@ def _layer(level: Mapping[str, Any]) -> list[str]:
             f"{what}: {drift['relative_l2'][0]:.1e} after the first layer, {drift['relative_l2'][-1]:.1e} after the "
             f"last of {level['layers']}, grows as {grows}"
         )
-    return [*lines, f"limit after the last: {level['tolerance']['relative_l2'][-1]:.1e}"]
+    lines.append(f"limit after the last: {level['tolerance']['relative_l2'][-1]:.1e}")
+    for which, parted in level["divergence"].items():
+        if parted is not None:
+            lines.append(f"on the same rows, {DIVERGENCE[which]}: {_parted(parted)}")
+    return lines
+
+
+def _parted(parted: Mapping[str, Any]) -> str:
+    peers = dict.fromkeys(peer for peer in (parted["peer_a"], parted["peer_b"]) if peer)
+    by = f", computed by {printable_line(' and '.join(peers))}" if peers else ""
+    return f"expert {parted['expert']} of layer {parted['layer']}{by}, off by {parted['relative_l2']:.1e}"
 
 
 def _logits(level: Mapping[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@
     shared     a side's experts on two machines: those that a peer holds, and the rest
     passes     a text through both models: the levels layer, logits and decisions
     task       the text's perplexity and questions with four answers: the level task
+    divergence where two sides part: the layer, the expert, and the peer that computed it
     answers    greedy answers of both models: the level generation
     text       the text and the questions that models are compared on
     run        all of it, and the report

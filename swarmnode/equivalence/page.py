@@ -20,6 +20,7 @@ _CURVES: Final = (
     ("noise_floor", "llama.cpp's own noise", "#9a9a9a"),
 )
 _SHADES: Final = {True: "near", False: "far", None: "none"}  # blue, orange, grey: told apart by all eyes
+_PEERS: Final = ("peer_a", "peer_b")
 _STYLE: Final = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
     "table{border-collapse:collapse;font-size:13px}td,th{padding:2px 10px;border-bottom:1px solid #ddd;text-align:left}"
@@ -109,6 +110,7 @@ def _sections(result: Mapping[str, Any]) -> list[str]:
         parts += ["<h2>Operators</h2>", _operators(levels["op"])]
     if "layer" in levels:
         parts += ["<h2>Drift of the residual, relative, by layer</h2>", _drift(levels["layer"])]
+        parts.append(_divergence(levels["layer"]["divergence"]))
     if "decisions" in levels:
         parts += ["<h2>Margins of the likeliest token, and flips</h2>", _margins(levels["decisions"])]
     return parts
@@ -209,6 +211,19 @@ def _drift(level: Mapping[str, Any]) -> str:
         lines.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         lines.append(f'<text x="{_LEFT + 10}" y="{14 + 14 * at}" fill="{colour}">{escape(name)}</text>')
     return _svg(_axes(highest, f"layer {level['layers']}", "1") + "".join(lines))
+
+
+def _divergence(divergence: Mapping[str, Any]) -> str:
+    """Which experts part on the very same rows."""
+    rows = [
+        (what, str(each["layer"]), str(each["expert"]), *(escape(each[side] or "this machine") for side in _PEERS),
+         f"{each['relative_l2']:.1e}")
+        for key, what in (("first", "in the first layer that differs"), ("worst", "most of all"))
+        if (each := divergence[key]) is not None
+    ]  # fmt: skip
+    if not rows:
+        return "<p>On the same rows every expert gives the same bits.</p>"
+    return _table(("on the same rows", "layer", "expert", "A by", "B by", "relative L2"), rows)
 
 
 def _margins(level: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from backends.llama import start_library
 from capabilities.equivalence import LEVELS
 from capabilities.errors import NoDaemon, PeerMistake, SwarmError, UsageError
 from swarmnode.equivalence.answers import generation
+from swarmnode.equivalence.divergence import add_divergence
 from swarmnode.equivalence.ops import op_level
 from swarmnode.equivalence.passes import LEVELS as LEVELS_OF_PASSES
 from swarmnode.equivalence.passes import pass_through
@@ -146,7 +147,8 @@ def compare_models(
 def _levels(split: Split, wanted: Sequence[str], effort: Effort, progress: Progress) -> Iterator[dict[str, Any]]:
     text = bundled_text()
     if of_text := [level for level in wanted if level in LEVELS_OF_PASSES]:
-        yield from pass_through(split, text, effort.tokens, progress).levels(of_text)
+        for level in pass_through(split, text, effort.tokens, progress).levels(of_text):
+            yield add_divergence(level, split, text) if level["level"] == "layer" else level
     if "generation" in wanted:
         yield generation(split, bundled_passages(), effort.prompts, effort.answer_tokens, progress)
     if "task" in wanted:
