@@ -139,3 +139,11 @@ def test_this_machines_kernels_are_explained_by_their_rounding() -> None:
     assert found["causes"] == [ROUNDING]
     assert found["nearest"]["a"]["left"] < 1e-6
     assert found["nearest"]["b"] == {"setting": Setting().words, "left": 0.0}
+
+
+def test_block_sums_in_halves_are_what_sets_q4_1_apart() -> None:
+    recipe = recipe_of("q4_1")
+    a, b = (find_target(name).outputs(recipe) for name in ("ggml-cpu", "reference:q8"))
+    found = attribute(recipe, a, b)
+    assert found["causes"] == [DEQUANTISATION]
+    assert found["nearest"]["a"]["left"] < 1e-6
