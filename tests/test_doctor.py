@@ -18,7 +18,7 @@ import pytest
 
 from backends.add_model import add_model
 from swarmnode.config import Config, parse_config
-from swarmnode.doctor.machine import taken_ports, try_kernels, try_multicast, try_to_write
+from swarmnode.doctor.machine import _of_http, taken_ports, try_kernels, try_multicast, try_to_write
 from swarmnode.doctor.node import look_at_node, try_all
 from swarmnode.identity import lock_data_folder
 from swarmnode.local_founding import LocalFounding
@@ -73,6 +73,12 @@ def test_a_port_that_is_taken_names_who_has_it() -> None:
         port = server.getsockname()[1]
         (fault,) = taken_ports([f"/ip4/127.0.0.1/tcp/{port}", "/ip4/127.0.0.1/tcp/0"])
     assert f"port {port} is taken by {psutil.Process().name()} (process {os.getpid()})" == fault.cause
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        host, port = server.getsockname()
+        (fault,) = taken_ports(_of_http(f"{host}:{port}"))
+        assert "api.listen" in fault.mend
+    assert _of_http("[::1]:11435") == ["/ip6/::1/tcp/11435"]
+    assert _of_http("off") == []
     (fault,) = taken_ports(["/ip4/192.0.2.77/tcp/4000"])
     assert "no address of this machine" in fault.cause
 

@@ -27,6 +27,7 @@ from swarmnode.bootstrap import SetupError, check_compilers
 from swarmnode.config import MIB, Config
 from swarmnode.doctor.facts import Disk, Fault, Interface, Machine, Memory
 from swarmnode.files_limit import unlimited
+from swarmnode.http_address import http_address
 from swarmnode.measure_child import order
 from swarmnode.net.addresses import interface_addresses
 from swarmnode.paths import Paths
@@ -60,7 +61,7 @@ def look_at_machine(
         disk=_disk(config, paths),
         interfaces=tuple(Interface(each.address, each.bridge, each.loopback) for each in interface_addresses()),
         multicast=try_multicast() if config.swarm.mdns else None,
-        ports=None if bound else tuple(taken_ports(config.node.listen)),
+        ports=None if bound else tuple(taken_ports([*config.node.listen, *_of_http(config.api.listen)])),
     )
 
 
@@ -171,11 +172,19 @@ def taken_ports(listen: Sequence[str]) -> Iterable[Fault]:
                 yield _port_fault(address, int(port), error)
 
 
+def _of_http(listen: str) -> list[str]:
+    """Where the HTTP interface is to listen, in the form of node.listen."""
+    if (address := http_address(listen)) is None:
+        return []
+    host, port = address
+    return [f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}"]
+
+
 def _port_fault(address: str, port: int, error: OSError) -> Fault:
     if error.errno == errno.EADDRINUSE:
         holder = _holder_of(port)
         cause = f"port {port} is taken by {holder or 'another program'}"
-        return Fault(cause, "End that program, or choose another port in node.listen.")
+        return Fault(cause, "End that program, or choose another port in node.listen or api.listen.")
     if error.errno == errno.EACCES:
         return Fault(f"port {port} is for the system's own services", "Choose one above 1023 in node.listen.")
     if error.errno == errno.EADDRNOTAVAIL:
