@@ -6,7 +6,8 @@ equivalence two backends set against each other, level by level, and task_level 
             apart they may be
 advert      what a peer says of itself, signed, and its heartbeat; advert_content is what it can say,
             held_experts which experts it holds
-precision   how a backend accumulates and rounds, and the probe that tells; row_check tells it from answers in service
+precision   how a backend accumulates and rounds, and the probe that tells; row_check tells it from answers in service,
+            row_grades tells single rows of live work: right, coarse, or another function's
 measurement what a peer measured of one backend, by weight type
 tool_form   how models write calls of tools
 verdict     what a leader holds of a peer, and by what evidence; the board that it is written on

@@ -36,6 +36,7 @@ class Answer:
     touched  the sequence may hold something of it
     ended    why the answer is complete, or None while it grows
     mixed    a peer of another numeric class than the placement's computed some of it
+    tainted  a peer that was convicted of computing something else had a part in what was delivered
 
     displaced   it had to give its slot back, once
     slot_since  when it got the one that it has
@@ -53,6 +54,7 @@ class Answer:
         self.mixed = False
         self.displaced = False
         self.slot_since = now
+        self.tainted = False
         self._context_tokens = context_tokens
         self._vocabulary = vocabulary
         self._submitted_at = now
@@ -74,6 +76,11 @@ class Answer:
     def completion(self) -> int:
         """Tokens of the answer so far."""
         return len(self.tokens) - len(self.request.prompt_tokens)
+
+    @property
+    def delivered(self) -> bool:
+        """It has tokens besides those that it came with."""
+        return self.completion > len(self.request.generated)
 
     def admitted(self, slot: int, now: float) -> None:
         """It has a slot, perhaps not for the first time."""
@@ -126,6 +133,7 @@ class Answer:
             Timings(queue_s=admitted - self._submitted_at, prefill_s=first - admitted, decode_s=now - first),
             self.mixed,
             calls,
+            self.tainted,
         )
 
     def _finish_calls(self, rest: str) -> tuple[str, tuple[ToolCall, ...]]:

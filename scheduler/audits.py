@@ -35,13 +35,16 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Final
 
 import numpy as np
 
+from capabilities.verdict import Fitness
+
 SHARE_MIN: Final = 0.05  # so that ninety answers hold an audit with 99 % probability: 0.95^90 = 0.0099
+SHARE_UNFIT: Final = 0.25  # so that one that is right again is soon seen to be
 AGREED_FIRST: Final = 10
 BUDGET_SHARE: Final = 0.10  # twice the least share: half of it is left for new peers and suspects
 BURST_ROWS: Final = 4096  # a dozen new peers at once, at ten dispatches of AUDIT_ROWS_MAX each
@@ -52,6 +55,7 @@ COARSE: Final = (0.2, 0.9)  # p0: rows in which an 8-bit code fell on the other 
 PRECISE: Final = (0.1, 0.8)  # p0: rows of half-precision sums that happen to be right
 BLOCK_ROWS: Final = 32
 RATIO_LIMIT: Final = 4.5
+CRAFTED_COUNT: Final = 4  # three such checks in a row make a peer fit again, as three others made it unfit
 TIMES_COUNTED_MAX: Final = 10  # each time the way back is twice as long: experts must not be moved to and fro
 PEERS_MAX: Final = 4096  # as many as a placement record can name
 _RESERVED_NEW: Final = 0.5  # of the burst, which new peers leave to suspects, and suspects to everybody
@@ -111,16 +115,22 @@ class PeerAudits:
     quarantined: bool = False
     released: int = 0  # the owner's newest release that these counts follow
 
+    @property
+    def fitness(self) -> Fitness:
+        return "quarantined" if self.quarantined else "unfit" if self.unfit else "fit"
+
 
 @dataclass(slots=True)
 class AuditCounts:
-    """Of one peer at this leader: answers, rows in them, and what became of audits."""
+    """Of one peer at this leader, or of all: answers, rows in them, and what became of audits."""
 
     answered: int = 0
     rows: int = 0
     audited: int = 0
-    rows_recomputed: int = 0
+    agreed: int = 0
+    differed: int = 0
     dropped: int = 0
+    rows_recomputed: int = 0
 
 
 @dataclass(slots=True)
@@ -164,7 +174,7 @@ class Audits:
         state = self._peers.get(peer)
         if state is None or state.suspected or state.held.in_a_row < AGREED_FIRST:
             return 1.0
-        return max(SHARE_MIN, AGREED_FIRST / state.held.in_a_row)
+        return max(SHARE_UNFIT if state.held.unfit else SHARE_MIN, AGREED_FIRST / state.held.in_a_row)
 
     def answered(self, peer: str, rows: int) -> Chosen | None:
         """A peer answered so many rows; what to recompute of it, if anything. Whoever cannot says `dropped`."""
@@ -222,10 +232,15 @@ class Audits:
         """Rows that the peer gave outside of requests are those of another function: as one wrong audit."""
         return self._weigh(self._of(peer), Found(1, wrong=1))
 
+    def found_precise(self, peer: str, precise: bool) -> tuple[Change, ...]:
+        """Crafted rows of an unfit peer showed how it adds: as so many rows of live work."""
+        state = self._of(peer)
+        for _ in range(CRAFTED_COUNT):
+            state.precise_score = step(state.precise_score, precise, PRECISE)
+        return self._fitness(state, state.suspected)
+
     def _weigh(self, state: _Peer, found: Found) -> tuple[Change, ...]:
         held, suspected = state.held, state.suspected
-        if held.quarantined:
-            return ()
         wrong = found.wrong > 0
         coarse_score = held.coarse_score
         for row in range(found.rows - found.wrong):
@@ -235,6 +250,10 @@ class Audits:
             if coarse or found.telling:
                 state.precise_score = step(state.precise_score, not coarse, PRECISE)
         differed = wrong or (found.coarse > 0 and found.ask_f32 and coarse_score >= _LIMIT / 2)
+        state.counts.agreed += not differed
+        state.counts.differed += differed
+        if held.quarantined:
+            return ()
         state.held = held = replace(
             held,
             agreed=held.agreed + (not differed),
@@ -291,6 +310,12 @@ class Audits:
 
     def counts(self, peer: str) -> AuditCounts:
         return self._of(peer).counts
+
+    def totals(self) -> AuditCounts:
+        """Of all peers together."""
+        names = [each.name for each in fields(AuditCounts)]
+        sums = {name: sum(getattr(state.counts, name) for state in self._peers.values()) for name in names}
+        return AuditCounts(**sums)
 
     def records(self) -> Mapping[str, PeerAudits]:
         """To leave to a successor: all of whom something is known."""

@@ -23,6 +23,8 @@ before that step stays, where it can be cut back to that, and is made anew other
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -126,6 +128,23 @@ class Batcher:
         if answer is None:
             return []
         return self._fail(answer, RequestCancelled(reason, request_id=request_id), now)
+
+    def distrust(self, request_ids: Iterable[str]) -> list[str]:
+        """Some of what these requests have in the cache was computed wrong: it is made anew. Not while a step runs.
+
+        One that has delivered tokens since it came here ends as tainted. Those that have begun and not ended, by name.
+        """
+        begun = []
+        for name in request_ids:
+            answer = self._live.get(name)
+            if answer is None:
+                continue
+            answer.tainted |= answer.delivered
+            if answer.slot is not None and answer.touched:
+                answer.cached = 0
+                self._to_clear.add(answer.slot)
+            begun.append(name)
+        return begun
 
     def expire(self, now: float) -> list[Effect]:
         """End the requests whose deadline has passed; between steps, take slots back for clients that have none."""

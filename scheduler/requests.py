@@ -127,6 +127,7 @@ class FinishedEffect:
     text           the rest of the text, held back until now
     mixed          a peer of another numeric class than the placement's computed some of it
     tool_calls     what the answer calls
+    tainted        so did a peer that was convicted afterwards of computing something else
     """
 
     request: str
@@ -136,6 +137,7 @@ class FinishedEffect:
     timings: Timings
     mixed: bool = False
     tool_calls: tuple[ToolCall, ...] = field(default=(), repr=False)
+    tainted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -289,6 +289,7 @@ def _result(
         "request_id": ask.request_id,
         "seed": ask.params.seed,
         "mixed_classes": done.mixed,
+        "tainted": done.tainted,
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,

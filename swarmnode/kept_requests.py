@@ -57,6 +57,7 @@ class KeptRequest:
     model: str | None
     prompt_tokens: int | None = None
     mixed: bool = False
+    tainted: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Everything; the request as the frame that asks it, in base64."""
@@ -77,6 +78,7 @@ class KeptRequest:
             "leader": self.leader or None,
             "model": self.model,
             "mixed_classes": self.mixed,
+            "tainted": self.tainted,
             "token_hash": token_hash(self.tokens),
         }
 
@@ -92,6 +94,7 @@ class KeptRequest:
             model=value["model"],
             prompt_tokens=None if value["prompt_tokens"] is None else int(value["prompt_tokens"]),
             mixed=bool(value["mixed_classes"]),
+            tainted=bool(value.get("tainted", False)),
         )
 
 
@@ -226,6 +229,7 @@ class KeepingAsker:
             model=self._model(),
             prompt_tokens=None if done is None else done.usage.prompt_tokens,
             mixed=done is not None and done.mixed,
+            tainted=done is not None and done.tainted,
         )
         try:
             await trio.to_thread.run_sync(self.kept.add, kept)

@@ -191,7 +191,7 @@ def encode_reply(reply: Reply) -> bytes:
             return encode_frame(header, text.encode("utf-8", errors="replace"))
         case Alive():
             return encode_frame({"kind": "alive"})
-        case Done(reason, text, usage, timings, mixed, _, calls):
+        case Done(reason, text, usage, timings, mixed, _, calls, tainted):
             header = {
                 "kind": "done",
                 "finish_reason": reason,
@@ -202,6 +202,7 @@ def encode_reply(reply: Reply) -> bytes:
                 "prefill_s": timings.prefill_s,
                 "decode_s": timings.decode_s,
                 "mixed": mixed,
+                "tainted": tainted,
             }
             data = b""
             if calls:
@@ -262,12 +263,12 @@ def _done(fields: Fields, payload: bytes | memoryview) -> Done:
     cached = fields.integer("cached_tokens", 0, 2**31) if fields.has("cached_tokens") else 0
     usage = Usage(fields.integer("prompt_tokens", 0, 2**31), fields.integer("completion_tokens", 0, 2**31), cached)
     seconds = [fields.number(key, 0, 1e9) for key in ("queue_s", "prefill_s", "decode_s")]
-    mixed = fields.has("mixed") and fields.flag("mixed")
+    mixed, tainted = (fields.has(key) and fields.flag(key) for key in ("mixed", "tainted"))
     calls_bytes = fields.integer("calls_bytes", 0, len(payload)) if fields.has("calls_bytes") else 0
     end = len(payload) - calls_bytes
     calls = _calls(bytes(payload[end:])) if calls_bytes else ()
     finish = cast(FinishReason, reason)
-    return Done(finish, _utf8(payload[:end]), usage, Timings(*seconds), mixed, tool_calls=calls)
+    return Done(finish, _utf8(payload[:end]), usage, Timings(*seconds), mixed, tool_calls=calls, tainted=tainted)
 
 
 def _calls(data: bytes) -> tuple[ToolCall, ...]:

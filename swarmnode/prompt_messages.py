@@ -153,7 +153,8 @@ class Alive:
 class Done:
     """The answer is complete; `text` is what was held back until now.
 
-    `mixed`: a peer of another numeric class than the placement's computed some of it, at this leader. `leader` is not
+    `mixed`: a peer of another numeric class than the placement's computed some of it, at this leader. `tainted`: one
+    that was convicted meanwhile of computing something else had a part in what this leader delivered. `leader` is not
     sent: the asker fills in whom it heard it from.
     """
 
@@ -164,6 +165,7 @@ class Done:
     mixed: bool = False
     leader: str = field(default="", compare=False)
     tool_calls: tuple[ToolCall, ...] = field(default=(), repr=False)
+    tainted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

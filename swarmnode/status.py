@@ -243,8 +243,9 @@ class LeaderStatus:
             rows_per_s=None if link is None else link.rate.rows_per_s,
             dispatches=0 if link is None else link.statistics.dispatches,
             bit_identical_to_leader=None if member.agreement is None else member.agreement.bit_identical,
+            audits=None if active is None else active.placer.auditing.statistics(peer),
             version=hello.version,
-            error=None if (error := member.error or member.unfit) is None else error.to_json(),
+            error=None if (error := member.quarantined or member.error or member.unfit) is None else error.to_json(),
             **{"fitness": member.fitness, **verdict_fields(self._leader.board.verdict_of(peer))},
         )
 
@@ -263,6 +264,7 @@ class LeaderStatus:
             "combine": active.combine,
             "coverage": {"min_copies": fewest, "missing": missing},
             "degraded": list(active.placer.wrong_outputs()),
+            "audits": active.placer.auditing.totals(),
             "layers": {
                 "computed": active.remote.timing.layers,
                 "round_trip_s": round(active.remote.timing.round_trip_s, 6),

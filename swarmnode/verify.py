@@ -68,6 +68,8 @@ def _reason(kept: KeptRequest, swarm: Json, undivided: Json) -> str:
             why = f"{who} gives another token at index {at['index']}"
             if kept.mixed:
                 why += "; peers of other numeric classes had computed a part of the answer"
+            if kept.tainted:
+                why += "; a peer that computed something else, and was found out, had a part in the answer"
             return why
     if undivided["token_hash"] is None:
         return f"llama.cpp was not asked: {undivided['reason']}"

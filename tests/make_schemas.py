@@ -45,7 +45,7 @@ BOOLEANS: Final = frozenset((
     "ready", "ok", "pass", "healthy", "fast", "kept", "identical", "supported", "bit_identical", "batch_invariant",
     "repeatable", "active", "daemon", "banned", "draining", "mixed_classes", "tokens_identical", "installed", "enabled",
     "built", "verified", "accumulates_f32", "revoked", "battery", "metered", "bit_identical_to_leader",
-    "prefill_bit_identical", "decode_bit_identical", "survives_logout",
+    "prefill_bit_identical", "decode_bit_identical", "survives_logout", "tainted",
 ))  # fmt: skip
 NUMBERS: Final = re.compile(
     r".*(_s|_ms|_per_s|ratio|_l2|l2|_diff|cosine|kl_mean|kl_max|l_infinity|perplexity\w*|nll_difference|_error|load"
@@ -61,6 +61,7 @@ INTEGERS: Final = re.compile(
     r"|released|forgotten|new|forks\w*|first_differences|first_difference|\w*_tokens|last_at_s|identical_answers)"
 )
 TEXTS: Final = frozenset(("backends[].error", "levels[].tolerance"))
+AUDIT_COUNTS: Final = ("agreed", "differed", "answers", "answered", "audited", "dropped", "rows", "rows_recomputed")
 EXACT: Final[dict[str, Any]] = {
     "peers[].error": "object?", "error": "object?", "checks[].cause": "string?", "fault": "string?", "seed": "integer",
     "tokens[]": "integer", "undivided_tokens[]": "integer", "answer": "object", "status": "object",
@@ -100,12 +101,16 @@ EXACT: Final[dict[str, Any]] = {
     "levels[].ops[].nearest.a.left": "number", "levels[].ops[].nearest.b.left": "number",
     "workers[].fitness": "string?", "workers[].bit_identical_to_leader": "boolean?", "workers[].error": "object?",
     "workers[].numeric_class": "string?", "workers[].dispatches": "integer?",
+    "requests.tainted": "integer", "requests[].tainted": "boolean?", "model.audits.overhead": "number",
+    "peers[].audits.share": "number", **dict.fromkeys(
+        (f"{where}.audits.{count}" for where in ("peers[]", "model") for count in AUDIT_COUNTS), "integer"
+    ),
     "levels[].tolerance.forks": "number", "peers[].numeric_class": "string?",
 }  # fmt: skip
 MIXED: Final = frozenset(("levels[].tolerance",))
 """Objects in some answers, and a sentence in others."""
 NULL_OBJECTS: Final = frozenset(
-    ("network", "without", "measured", "levels[].routing.first", "memory", "undivided", "swarm")
+    ("network", "without", "measured", "levels[].routing.first", "memory", "undivided", "swarm", "peers[].audits")
 )
 """Objects that may be null, where no row of their own says so."""
 

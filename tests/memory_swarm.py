@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -16,10 +16,13 @@ from backends.experts import F32
 from backends.manifest import LayerExperts, Manifest
 from capabilities.agreement import MEDIAN_LIMIT, compare, same_function
 from capabilities.precision import Precision
+from capabilities.row_grades import grade_rows
+from capabilities.verdict import MemoryBoard, VerdictBoard
 from scheduler.combine import weighted_sums
 from scheduler.placement_record import PlacementRecord
 from swarmnode import limits
 from swarmnode.expert_messages import DispatchHead, HeldLayer, decode_dispatch
+from swarmnode.leader.judge import Judged, Sample
 from swarmnode.leader.members import Member, Members
 from swarmnode.leader.placer import Placer, PlacerSettings
 from swarmnode.leader.probe import Crafted
@@ -82,11 +85,30 @@ class Reference:
         return Crafted(ordinary, judge)
 
 
+class Judge:
+    """The same, of answers that requests got (in place of judge.Judge)."""
+
+    @asynccontextmanager
+    async def at_work(self) -> AsyncIterator[Callable[[Sample], Awaitable[Judged]]]:
+        yield self._judge
+
+    async def _judge(self, sample: Sample) -> Judged:
+        x = np.asarray(sample.x, np.float32)
+        right = rows_of(sample.layer.layer, x, sample.tokens, sample.experts, sample.layer.n_out)
+        return Judged(grade_rows(sample.answer, right, lambda _: None, 1024), sample.experts, telling=True)
+
+
 class Engine:
     """A decode thread that is between two steps."""
 
     boundaries = 0
     running = 0
+
+    def __init__(self) -> None:
+        self.distrusted: list[list[str]] = []
+
+    def distrust(self, find: Callable[[], Sequence[str]]) -> None:
+        self.distrusted.append(list(find()))
 
     async def step_boundary(self) -> None:
         self.boundaries += 1
@@ -166,6 +188,7 @@ async def leader_lab(
     *,
     inherited: PlacementRecord | None = None,
     on_record: Callable[[bytes], None] = lambda _: None,
+    board: VerdictBoard | None = None,
     **settings: Any,
 ) -> AsyncIterator[Lab]:
     """settings: more of PlacerSettings."""
@@ -180,8 +203,8 @@ async def leader_lab(
         made = PlacerSettings(expected, settle_s, "f32", **settings)
         engine = Engine()
         placer = Placer(
-            network, members, MODEL.manifest, Reference(), remote, engine, made, term,  # type: ignore[arg-type]
-            inherited=inherited, on_record=on_record,
+            network, members, MODEL.manifest, Reference(), Judge(), remote, engine, made, term,  # type: ignore[arg-type]
+            board=board or MemoryBoard(), inherited=inherited, on_record=on_record,
         )  # fmt: skip
         await nursery.start(members.watch.run)
         network.serve(MEMBER, members.handle, max_streams_per_peer=limits.MEMBER_STREAMS_PER_PEER_MAX)

@@ -152,6 +152,30 @@ def test_an_answer_tells_if_one_of_its_steps_mixed_classes() -> None:
     assert sorted(ends) == [("mixed", True), ("pure", False)]
 
 
+def test_requests_that_a_cheat_had_a_part_in_begin_anew_and_are_tainted_if_they_have_delivered() -> None:
+    core, model = batcher(slots=3, batch=6), HashModel(64)
+    wanted = {
+        "early": request("early", range(4), 6),
+        "new": request("new", (*range(5, 20), *range(10)), 3),
+        "other": request("other", range(9, 12), 3),
+    }
+    core.submit(wanted["early"], 0.0)
+    effects = run_steps(core, model, 2)
+    assert len(tokens_of(effects, "early")) == 2
+    core.submit(wanted["new"], 0.0)
+    core.submit(wanted["other"], 0.0)
+    effects += run_steps(core, model, 1)
+    assert tokens_of(effects, "new") == []  # some of its prompt is in the cache
+    for sequence in (0, 1):
+        model.cache[sequence][0] = 23  # what the cheat made of it
+    assert core.distrust(["early", "new", "gone"]) == ["early", "new"]
+    effects += run(core, model)
+    ends = {effect.request: effect.tainted for effect in effects if isinstance(effect, FinishedEffect)}
+    assert ends == {"early": True, "new": False, "other": False}
+    for name, each in wanted.items():
+        assert tokens_of(effects, name) == tokens_of(alone(each), name)
+
+
 @pytest.mark.parametrize("batch", [1, 2, 3, 7, 64])
 def test_any_chunks_give_the_same_tokens(batch: int) -> None:
     wanted = request(prompt=range(20), max_tokens=6)

@@ -17,6 +17,7 @@ from backends.device import Device
 from backends.experts import F32, ExpertBackend, GgmlExperts
 from backends.numpy_reference import NumpyExperts
 from capabilities.precision import Precision
+from capabilities.verdict import MemoryBoard
 from scheduler.placement_record import PlacementRecord
 from scheduler.service_checks import EVERY_S, STRIKES
 from scheduler.settling import MEASURING_S
@@ -207,6 +208,26 @@ async def test_who_adds_worse_in_service_is_found_and_moved_away_from_output_ran
         others = [stay for stay in lab.members.present() if stay is not bad.member]
         assert [other.fitness for other in others] == ["fit", "fit"]
     assert PlacementRecord.from_bytes(left[-1]).unfit == {str(bad.peer)}
+
+
+async def test_who_is_right_again_for_long_enough_is_fit_again(autojump_clock: MockClock) -> None:
+    turncoat, board = Turncoat(), MemoryBoard()
+    async with leader_lab(expected=3, replicas=2, board=board) as lab:
+        await joined(lab, "one", "two")
+        turncoat.bad = True
+        bad = await lab.join("bad", spoil=turncoat.spoil)
+        await settled(1)
+        assert (bad.member.fitness, board.verdict_of(str(bad.peer)).fitness) == ("unfit", "unfit")  # type: ignore[union-attr]
+        turncoat.bad = False
+        work(lab)
+        await settled(EVERY_S)
+        assert bad.member.fitness == "unfit"
+        await settled(5 * EVERY_S)
+        assert (bad.member.fitness, board.verdict_of(str(bad.peer)).fitness) == ("fit", "fit")  # type: ignore[union-attr]
+        assert lab.placer.without(str(bad.peer)) is not None
+        await settled(5)
+        (row,) = [row for row in placement_json(lab.placer, None)["peers"] if row["name"] == "bad"]
+        assert "unfit" not in (row["why_no_output_rank"] or "")
 
 
 async def test_one_bad_answer_convicts_nobody(autojump_clock: MockClock) -> None:

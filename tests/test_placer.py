@@ -15,6 +15,7 @@ import trio.testing
 from trio.testing import MockClock
 
 from capabilities.errors import Internal, UsageError
+from capabilities.verdict import MemoryBoard
 from scheduler.placement_record import PlacementRecord
 from scheduler.settling import REPLACE_AFTER_S, STALLED_S, UNCOVERED_AFTER_S
 from swarmnode.expert_messages import DispatchHead, encode_failure, encode_reply
@@ -154,30 +155,60 @@ async def test_a_newcomer_that_never_loads_is_given_up_and_nobody_notices(autoju
         assert lazy.state == "joining"
 
 
-async def test_a_newcomer_with_wrong_numbers_is_given_up_for_ever_longer_until_it_is_right(
+async def test_a_newcomer_that_cannot_load_is_given_up_for_ever_longer_until_it_can(
     autojump_clock: MockClock,
 ) -> None:
     async with leader_lab(expected=2, settle_s=1.0) as lab:
         await pair(lab)
         await settled(lab)
-        bad = await lab.join("bad", spoil=wrong)
+        bad = await lab.join("bad", claims_loaded=False)
         placed: list[tuple[float, int]] = []
+        told = 0
         for second in range(400):
             await settled(lab, 1.0)
             assert lab.ready
+            if len(bad.fake.assigned) > told:
+                told = len(bad.fake.assigned)
+                await bad.fake.report("failed", error=Internal("no memory"))
             if not placed or placed[-1][1] != bad.fake.assigned[-1].epoch:
                 placed.append((second, bad.fake.assigned[-1].epoch))
-        assert "computes something else" in bad.member.error.message  # type: ignore[union-attr]
+        assert "no memory" in bad.member.error.message  # type: ignore[union-attr]
         gaps = [after[0] - before[0] for before, after in itertools.pairwise(placed)]
         assert len(gaps) >= 2
         assert gaps == sorted(gaps)
         assert gaps[0] >= 2 * REPLACE_AFTER_S
         assert len(bad.fake.assigned) < 40
-        bad.fake.spoil = honest
+        bad.fake.claims_loaded = True
         await settled(lab, 300)
         assert bad.state == "ready"
         assert lab.placer.coverage.held_now(bad.member) > 0
         assert (bad.member.given_up, bad.member.failures, bad.member.error) == (0, 0, None)
+
+
+async def test_one_whose_rows_are_wrong_again_and_again_is_quarantined_until_it_is_released(
+    autojump_clock: MockClock,
+) -> None:
+    board = MemoryBoard()
+    async with leader_lab(expected=2, settle_s=1.0, board=board) as lab:
+        await pair(lab)
+        await settled(lab)
+        bad = await lab.join("bad", spoil=wrong)
+        await settled(lab, 10)
+        assert bad.member.quarantined is None  # some wrong answers convict nobody
+        await settled(lab, 300)
+        assert lab.ready
+        assert (bad.member.fitness, bad.state) == ("quarantined", "joining")
+        verdict = board.verdict_of(str(bad.peer))
+        assert verdict is not None
+        assert (verdict.fitness, {each.kind for each in verdict.evidence}) == ("quarantined", {"probe"})
+        assert "computes something else" in verdict.evidence[-1].text
+        bad.fake.spoil = honest
+        await settled(lab, 300)
+        assert lab.placer.coverage.held_now(bad.member) == 0
+        board.release(str(bad.peer))
+        await settled(lab, 10)
+        assert (bad.member.fitness, bad.state) == ("fit", "ready")
+        assert lab.placer.coverage.held_now(bad.member) > 0
 
 
 async def test_joining_again_does_not_wipe_the_slate(autojump_clock: MockClock) -> None:

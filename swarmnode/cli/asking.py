@@ -127,4 +127,6 @@ def _summary(result: dict[str, Any]) -> str:
         parts.append(f"first after {first:.2f} s")
     if tokens > 1 and (decode := timings.get("decode_s")):
         parts.append(f"{(tokens - 1) / decode:.1f} tokens/s")
+    if result.get("tainted"):
+        parts.append("tainted: a peer that computed something else, and was found out, had a part in it")
     return f"[{', '.join(parts)}]"

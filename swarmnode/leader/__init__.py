@@ -18,5 +18,7 @@ proving           links to workers, and the proof that each must give; rest for 
 report            the placement as `swarmctl placement` shows it
 publishing        the routing that the decode thread gets
 probe             every held expert, named and compared, before it serves
+audit_tap         answers of live work that are chosen to be recomputed, on their way to the judge
+judge             recomputes them, in a thread of low priority; auditing acts on what it finds
 checking          how precisely workers add, asked with crafted rows: before they serve, and now and then while they do
 """

@@ -92,8 +92,11 @@ class Owner(Protocol):
     def idle(self) -> bool:
         """No request is running."""
 
-    def fitness_changed(self, member: Member) -> None:
-        """A worker was found unfit."""
+    def found_imprecise(self, member: Member) -> None:
+        """A worker was found unfit in service."""
+
+    def found_precise(self, member: Member, precise: bool) -> None:
+        """How a worker adds that is unfit."""
 
 
 class Checking:
@@ -140,12 +143,11 @@ class Checking:
                 _log.info("check.not_made", peer=check.peer, layer=check.layer, reason=error.message)
 
     def _held(self) -> Mapping[str, Mapping[int, Sequence[int]]]:
-        """The output ranks of those who serve and are fit."""
+        """The output ranks of those who serve, and all that the unfit hold: they may be right again."""
         held = {}
         for peer, placement in self._coverage.answering.items():
-            if self._members.by_peer[PeerId(peer)].unfit is None:
-                share = placement.held_by(peer)
-                held[peer] = {layer: experts for layer, experts in share.items() if layer in self._output}
+            unfit, share = self._members.by_peer[PeerId(peer)].unfit is not None, placement.held_by(peer)
+            held[peer] = {layer: experts for layer, experts in share.items() if unfit or layer in self._output}
         return held
 
     async def _carry_out(self, check: Check) -> None:
@@ -163,7 +165,10 @@ class Checking:
         answer = await self._ask(link, placement, layer, check, crafted.x, ordinary[ROWS:], others, rounded)
         found = await crafted.judge(answer)
         _log.debug("check.made", peer=check.peer, layer=check.layer, expert=check.expert, sums=str(found))
-        if self._checks.found(check, found, trio.current_time()):
+        if member.unfit is not None:
+            if found is not Precision.UNKNOWN:
+                self._owner.found_precise(member, found is Precision.F32)
+        elif self._checks.found(check, found, trio.current_time()):
             member.unfit = Imprecise(
                 f"peer {member.name} adds in half precision in service, {STRIKES} times in a row, and was measured to"
                 " add in F32",
@@ -172,7 +177,7 @@ class Checking:
                 peer=check.peer,
             )
             _log.warning("check.unfit", peer=check.peer, name=member.name, error=member.unfit.to_json())
-            self._owner.fitness_changed(member)
+            self._owner.found_imprecise(member)
 
     async def _ask(
         self,

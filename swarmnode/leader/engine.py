@@ -71,6 +71,11 @@ class StepGivenUp(RequestCancelled):
 
 
 @dataclass(frozen=True, slots=True)
+class _Distrust:
+    find: Callable[[], Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatistics:
     """Counters of the engine. `decode_s` is time inside llama.cpp and the executor."""
 
@@ -86,7 +91,7 @@ class DecodeEngine:
         self._model = model
         self._executor = executor
         self._batcher = batcher
-        self._commands: queue.Queue[_Submit | _Cancel | None] = queue.Queue(COMMANDS_MAX)
+        self._commands: queue.Queue[_Submit | _Cancel | _Distrust | None] = queue.Queue(COMMANDS_MAX)
         self._sinks: dict[str, Sink] = {}
         self._gone: set[str] = set()  # cancelled, and the decode thread has not obeyed yet
         self._step: Step | None = None  # the one that runs
@@ -144,6 +149,13 @@ class DecodeEngine:
             except queue.Full:  # the request then ends by its own deadline
                 self._gone.discard(request_id)
                 _log.warning("engine.cancel_lost", request_id=request_id)
+
+    def distrust(self, find: Callable[[], Sequence[str]]) -> None:
+        """Requests had a part computed wrong: they begin anew, or end as tainted. `find` names them, on the thread."""
+        try:
+            self._commands.put_nowait(_Distrust(find))
+        except queue.Full:
+            _log.warning("engine.distrust_lost")
 
     def statistics(self) -> EngineStatistics:
         return EngineStatistics(self._batcher.statistics(), self._steps, self._decode_s)
@@ -236,8 +248,12 @@ class DecodeEngine:
         if command is not None:
             self._post(self._obey(command))
 
-    def _obey(self, command: _Submit | _Cancel) -> list[Effect]:
+    def _obey(self, command: _Submit | _Cancel | _Distrust) -> list[Effect]:
         now = time.monotonic()
+        if isinstance(command, _Distrust):
+            names = self._batcher.distrust(command.find())
+            _log.warning("engine.distrusted", requests=names)
+            return []
         if isinstance(command, _Cancel):
             self._gone.discard(command.request_id)
             return self._batcher.cancel(command.request_id, command.reason, now)

@@ -6,10 +6,11 @@ must prove itself like anybody.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from backends.manifest import Manifest
 from capabilities.agreement import Agreement
+from scheduler.audits import AGREED_FIRST, PeerAudits
 from scheduler.placement import Placement
 from scheduler.placement_record import PlacementRecord
 from swarmnode.leader.coverage import Coverage
@@ -19,7 +20,10 @@ from swarmnode.net.interface import PeerId
 
 
 class Inheritance:
-    """`record` is what to start from, None if there is nothing that fits. keep: gets what is left, as bytes."""
+    """`record` is what to start from, None if there is nothing that fits. keep: gets what is left, as bytes.
+
+    audits: what audits of live work came to so far.
+    """
 
     def __init__(
         self,
@@ -27,12 +31,15 @@ class Inheritance:
         members: Members,
         record: PlacementRecord | None,
         keep: Callable[[bytes], None],
+        audits: Callable[[], Mapping[str, PeerAudits]],
     ) -> None:
         self.record = record if record is not None and _fits(record, manifest) else None
         self._manifest = manifest
         self._members = members
         self._keep = keep
+        self._audits = audits
         self._spent: set[str] = set()  # whose verdict has been used
+        self._audits_left: Mapping[str, PeerAudits] = {}
         self._left: tuple[int, int, frozenset[str], frozenset[str]] | None = None
 
     def classes(self) -> dict[str, str]:
@@ -64,11 +71,23 @@ class Inheritance:
         members = {peer: self._members.by_peer[PeerId(peer)] for peer in serving}
         unfit = frozenset(peer for peer, member in members.items() if member.unfit is not None)
         news = current.term, current.epoch, frozenset(serving), unfit
-        if news == self._left:
+        audits = self._audits()
+        if news == self._left and not _is_news(audits, self._audits_left):
             return
-        self._left = news
+        self._left, self._audits_left = news, audits
         proven = {peer: member.agreement for peer, member in members.items() if member.agreement is not None}
-        self._keep(PlacementRecord(self._manifest.id, current, proven, unfit).to_bytes())
+        self._keep(PlacementRecord(self._manifest.id, current, proven, unfit, audits).to_bytes())
+
+
+def _is_news(now: Mapping[str, PeerAudits], before: Mapping[str, PeerAudits]) -> bool:
+    """Whether a successor that knew only `before` would audit a peer otherwise, by more than matters."""
+    for peer, held in now.items():
+        old = before.get(peer, PeerAudits())
+        if (held.fitness, held.released, held.wrong_score > 0) != (old.fitness, old.released, old.wrong_score > 0):
+            return True
+        if held.in_a_row > 2 * old.in_a_row + AGREED_FIRST:
+            return True
+    return False
 
 
 def _fits(record: PlacementRecord, manifest: Manifest) -> bool:

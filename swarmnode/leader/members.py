@@ -60,6 +60,7 @@ class Member:
     draining          it asked to hold nothing more
     failures          how many those are; `resting`: it is left alone for a while after the last one
     unfit             why it may hold no output rank: it computes the model, and not precisely enough
+    quarantined       why it may hold nothing: it computes something else than the model
     given_up          how often in a row it was; until excluded_until_s it is no newcomer
     instances         processes that said hello as this peer, the present one last
     cloned_s          when one said hello again after another had: two daemons use one identity
@@ -80,6 +81,7 @@ class Member:
     agreement: Agreement | None = None
     error: SwarmError | None = None
     unfit: SwarmError | None = None
+    quarantined: SwarmError | None = None
     silent: bool = False
     draining: bool = False
     failing_since_s: float | None = None
@@ -105,7 +107,10 @@ class Member:
 
     @property
     def fitness(self) -> Fitness | None:
-        """The verdict on it, None before any. Who is quarantined is left alone for a while."""
+        """The verdict on it, None before any. Who fails again and again is left alone for a while; who was convicted by
+        audits, until it is released."""
+        if self.quarantined is not None:
+            return "quarantined"
         if self.error is not None and self.error.details.get("cause") == "bad_reply" and self.given_up:
             return "quarantined"
         if self.unfit is not None:
@@ -117,6 +122,7 @@ class Member:
         return (
             self.stream_up
             and not self.silent
+            and self.quarantined is None
             and (term, epoch) in self.proven
             and self.link is not None
             and self.link.closed is None

@@ -60,6 +60,10 @@ class OwnExperts:
             out[chosen] = backend.compute(layer, x[tokens[chosen]], rows, experts[chosen], ask_f32=ask_f32)
         return out
 
+    def holds(self, layer: int, expert: int) -> bool:
+        """Whether it would not be read anew."""
+        return (layer, expert) in self._kept
+
     def close(self) -> None:
         for backend in self._kept.values():
             backend.close()

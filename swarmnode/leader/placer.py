@@ -8,44 +8,45 @@ swarm is ready as long as every expert has a copy that can be used. The decision
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from functools import partial
+from typing import Final
 
 import structlog
 import trio
 
-from backends.activations import q8_0_is_exact
 from backends.manifest import Manifest
-from backends.program import ExpertProgram
 from capabilities.agreement import Agreement
 from capabilities.errors import Internal
+from capabilities.verdict import VerdictBoard
 from scheduler.placement import LayerSpec, Placement, PlacementImpossible, WorkerSpec, apart, output_ranks
 from scheduler.placement_record import PlacementRecord
 from scheduler.placement_report import Loss, PlacementReport
 from scheduler.placing import place
 from scheduler.settling import STALLED_S, Present, decide, exclusion_s
+from swarmnode.leader.auditing import Auditing, Judging
 from swarmnode.leader.checking import Checking, Imprecise
 from swarmnode.leader.coverage import Coverage
 from swarmnode.leader.engine import DecodeEngine
 from swarmnode.leader.inheritance import Inheritance
 from swarmnode.leader.members import Member, Members
-from swarmnode.leader.probe import ProbeReference
+from swarmnode.leader.probe import ProbeReference, SomethingElse
 from swarmnode.leader.proving import Prover
-from swarmnode.leader.publishing import make_routing
+from swarmnode.leader.publishing import ActivationsChoice, make_routing, quantizable
 from swarmnode.leader.remote_experts import RemoteExperts
 from swarmnode.leader.specs import Specs
 from swarmnode.member_messages import Assign, Begin, Progress
 from swarmnode.net.interface import Network, PeerId
 from swarmnode.outline import Outline
-from swarmnode.wire import Q8_0_BLOCK_VALUES
 
 _log = structlog.get_logger(__name__)
 
 AGAIN_S_MAX = 30.0  # how long the loop sleeps at most: some conditions are only a matter of time, and speeds change
+_SECRET_BYTES: Final = 32
 _INLINE_MAX: Final = 50_000  # experts times workers that are placed on the event loop: a few ten milliseconds
 
-ActivationsChoice = Literal["auto", "f32", "q8_0"]
 Sources = Callable[[str], Sequence[str]]
 """Whom a worker is told to fetch from."""
 
@@ -83,11 +84,13 @@ class Placer:
         members: Members,
         manifest: Manifest,
         reference: ProbeReference,
+        judge: Judging,
         remote: RemoteExperts,
         engine: DecodeEngine,
         settings: PlacerSettings,
         term: int,
         *,
+        board: VerdictBoard,
         sources: Sources | None = None,
         changed: Callable[[], None] = _nothing,
         inherited: PlacementRecord | None = None,
@@ -105,7 +108,7 @@ class Placer:
         self._sources = sources or (lambda _peer: (self._own,))
         self._tell_changed = changed
         self._ask_f32 = output_ranks(self.layers)
-        self._q8_layers = self._quantizable(settings.activations)
+        self._q8_layers = quantizable(manifest, settings.activations)
         self._prover = Prover(
             network, manifest, reference, self, partial_sums=settings.partial_sums, ask_f32=self._ask_f32
         )
@@ -113,10 +116,14 @@ class Placer:
             self, members, self.coverage, manifest, reference, remote,
             output=self._ask_f32, q8_layers=self._q8_layers, partial_sums=settings.partial_sums,
         )  # fmt: skip
+        self.auditing = Auditing(self, members, judge, board, secrets.token_bytes(_SECRET_BYTES))
+        remote.tap = self.auditing.tap
         self.last_epoch = 0  # the newest of this term; set before `run` to what another model's placements took
         self._specs = Specs(members, self.layers, settings.replicas, self._ask_f32)
         self._considered: dict[str, WorkerSpec] = {}  # as the last attempt to place took them into account
-        self._inheritance = Inheritance(manifest, members, inherited, on_record)
+        self._inheritance = Inheritance(manifest, members, inherited, on_record, self.auditing.records)
+        if inherited is not None:  # whatever model it was of
+            self.auditing.adopt(inherited.audits)
         self._classes = self._inheritance.classes()
         self._waiting: set[str] = set()  # they keep their old share until others can do without it
         self._changed = trio.Event()
@@ -127,6 +134,7 @@ class Placer:
     def joined(self, member: Member) -> None:
         """A worker said hello: if it is a holder, it gets its assignment (again)."""
         peer = str(member.peer)
+        self.auditing.joined(member)
         if self.share_of(peer) is not None:
             self._considered.setdefault(peer, self._specs.of(peer))  # of a placement that was inherited
         self.assign(member)
@@ -166,6 +174,7 @@ class Placer:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._prover.run)
             nursery.start_soon(self._checking.run)
+            nursery.start_soon(self.auditing.run)
             while True:
                 self._changed = trio.Event()
                 again_s = await self._decide()
@@ -187,7 +196,7 @@ class Placer:
             if peer in holders and failing_since_s is not None:
                 lost[peer] = failing_since_s
             elif peer in holders or member.excluded_until_s <= now:
-                present[peer] = Present(member.joined_s, not member.draining, member.hello.measuring)
+                present[peer] = Present(member.joined_s, _may_hold(member), member.hello.measuring)
             else:
                 again_s = min(again_s, member.excluded_until_s - now)
         decision = decide(
@@ -217,7 +226,7 @@ class Placer:
         """These were holders, and are there, but fail."""
         for peer in peers:
             member = self.members.by_peer.get(PeerId(peer))
-            if member is not None and member.stream_up and not member.draining:
+            if member is not None and member.stream_up and _may_hold(member):
                 member.given_up += 1
                 member.excluded_until_s = now + exclusion_s(member.given_up)
                 member.failing_since_s, member.failures = None, 0
@@ -331,6 +340,9 @@ class Placer:
 
     def share_of(self, peer: str) -> Placement | None:
         """The placement whose share a worker should hold now, if it should hold any."""
+        member = self.members.by_peer.get(PeerId(peer))
+        if member is not None and member.quarantined is not None:
+            return None
         share = self.coverage.current if peer in self._waiting else self.coverage.target
         return share if share is not None and share.held_by(peer) else None
 
@@ -344,14 +356,43 @@ class Placer:
         found = self._inheritance.believed(member, share)
         if found is not None and self._inheritance.was_unfit(member):
             member.unfit = Imprecise(f"peer {member.name} was found imprecise by the leader before", peer=member.peer)
+            self.auditing.found_unfit(member, "probe")
         return found
 
     def spend(self, member: Member) -> None:
         self._inheritance.spend(member)
 
+    def found_unfit(self, member: Member) -> None:
+        self.auditing.found_unfit(member, "probe")
+
+    def found_imprecise(self, member: Member) -> None:
+        self.auditing.found_unfit(member, "service")
+        self.fitness_changed(member)
+
+    def found_precise(self, member: Member, precise: bool) -> None:
+        self.auditing.found_precise(member, precise)
+
+    def found_wrong(self, member: Member, error: SomethingElse) -> None:
+        self.auditing.found_wrong(member, error)
+
+    # -- what audits tell ---------------------------------------------------------------------------------------
+
     def fitness_changed(self, member: Member) -> None:
-        """It may hold no output rank any more: a new placement moves them, and a successor is told."""
+        """It may hold no output rank any more, or may again: a new placement moves them, and a successor is told."""
         self._inheritance.leave(self.coverage)
+        self._changed.set()
+
+    def convicted(self, member: Member, trusted: int) -> None:
+        """It gets no work any more, and what it had a part in since that answer is made anew, where that can be."""
+        self.usable_changed()
+        self._engine.distrust(partial(self.auditing.tap.used_since, str(member.peer), trusted))
+        self._inheritance.leave(self.coverage)
+
+    def reconsider(self, member: Member) -> None:
+        """It may hold experts again."""
+        member.excluded_until_s, member.given_up = 0.0, 0
+        member.failing_since_s, member.failures, member.error = None, 0, None
+        self.assign(member)
         self._changed.set()
 
     @property
@@ -420,15 +461,9 @@ class Placer:
         placement = self.coverage.current or self.coverage.wanted
         return None if placement is None else self._specs.without(placement, peer)
 
-    def _quantizable(self, choice: ActivationsChoice) -> frozenset[int]:
-        """The layers whose activations travel as Q8_0."""
-        if choice == "f32":
-            return frozenset()
-        layers = self._manifest.layers
-        if choice == "q8_0":
-            return frozenset(layer.layer for layer in layers if layer.n_in % Q8_0_BLOCK_VALUES == 0)
-        programs = [ExpertProgram.from_bytes(program) for program in self._manifest.programs]
-        return frozenset(layer.layer for layer in layers if q8_0_is_exact(layer, programs[layer.program]))
+
+def _may_hold(member: Member) -> bool:
+    return not member.draining and member.quarantined is None
 
 
 def _hard(spec: WorkerSpec) -> tuple[object, ...]:

@@ -39,7 +39,13 @@ from swarmnode.net.interface import PeerId
 REMEMBERED_BYTES_MAX: Final = 64 << 20  # expected rows kept for workers that come back
 BATCH_BYTES_MAX: Final = 64 << 20  # experts that are fetched and loaded at a time; a single one may be larger
 _SEED: Final = 20_231
-_HALVES: Final = frozenset({1, 30})  # F16, BF16: this node's own kernels may add their products in half precision
+HALVES: Final = frozenset({1, 30})  # F16, BF16: this node's own kernels may add their products in half precision
+
+
+class SomethingElse(ExpertsUnavailable):
+    """A worker's rows are those of another function."""
+
+    default_hint = "Compare its version and model with the leader's; it gets no work until the probe passes."
 
 
 class Obtain(Protocol):
@@ -150,7 +156,7 @@ class ProbeReference:
         through = _through_q8_0 if rounded else _as_is
         x = crafted_rows(layer, program, expert, read, ordinary, seed, through)
         own = self._kernels(layer, x, np.arange(len(x), dtype=np.int32), np.full(len(x), expert, np.int32))
-        trusted = not _HALVES & {tensor.type for tensor in layer.tensors}
+        trusted = not HALVES & {tensor.type for tensor in layer.tensors}
 
         def judge(answer: F32) -> Precision:
             if trusted and answer.shape == own.shape and compare(answer, own).median_relative_l2 <= MEDIAN_LIMIT:
@@ -212,12 +218,11 @@ def _compare(
 
 def something_else(
     link: PeerLink, layer: LayerExperts, experts: Sequence[int], what: str, agreement: Agreement
-) -> ExpertsUnavailable:
+) -> SomethingElse:
     """The error for a worker whose `what` (rows, sums) are not those of the model."""
-    return ExpertsUnavailable(
+    return SomethingElse(
         f"peer {link.name} computes something else than layer {layer.layer} of the model: its {what} differ by"
         f" {agreement.median_relative_l2:.2g} (median relative L2) and {agreement.worst_relative_l2:.2g} at worst",
-        hint="Compare its version and model with the leader's; it gets no work until the probe passes.",
         layer=layer.layer,
         experts=list(experts),
         peer=str(link.peer),

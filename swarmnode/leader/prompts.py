@@ -52,6 +52,7 @@ class PromptStatistics:
     failed: int = 0
     cancelled: int = 0
     tokens: int = 0
+    tainted: int = 0
 
 
 class PromptService:
@@ -146,6 +147,7 @@ class PromptService:
                 self.statistics.tokens += 1
             case Done(reason, _, usage, timings):
                 self.statistics.finished += 1
+                self.statistics.tainted += reply.tainted
                 log.info(
                     "request.end",
                     role="leader",
@@ -282,8 +284,8 @@ class _Sink:
                     shown = self._vocabulary.shown
                     best = tuple((each, value, shown(each)) for each, value in top)
                     reply = replace(reply, logprob=logprob, top=best, bytes=shown(token))
-            case FinishedEffect(_, reason, text, usage, timings, mixed, calls):
-                reply = Done(reason, text, usage, timings, mixed, tool_calls=calls)
+            case FinishedEffect(_, reason, text, usage, timings, mixed, calls, tainted):
+                reply = Done(reason, text, usage, timings, mixed, tool_calls=calls, tainted=tainted)
             case FailedEffect(_, error):
                 reply = Failed(error)
                 if error.details.get("request_id") == _name(self._ask):

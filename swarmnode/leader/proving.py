@@ -20,7 +20,7 @@ from scheduler.settling import rest_s
 from swarmnode.leader.checking import imprecision
 from swarmnode.leader.link import PeerLink
 from swarmnode.leader.members import Member
-from swarmnode.leader.probe import ProbeReference, probe
+from swarmnode.leader.probe import ProbeReference, SomethingElse, probe
 from swarmnode.net.interface import Network, PeerId
 
 _log = structlog.get_logger(__name__)
@@ -48,6 +48,12 @@ class Owner(Protocol):
 
     def spend(self, member: Member) -> None:
         """That verdict is used up."""
+
+    def found_unfit(self, member: Member) -> None:
+        """Its sums are not precise enough for output ranks."""
+
+    def found_wrong(self, member: Member, error: SomethingElse) -> None:
+        """Its rows are those of another function."""
 
     @property
     def idle(self) -> bool:
@@ -136,6 +142,8 @@ class Prover:
             passed = True
         except SwarmError as error:
             self.failed(member, error)
+            if isinstance(error, SomethingElse):
+                self._owner.found_wrong(member, error)
         finally:
             self._proving.discard(member.peer)
         if share is not self._owner.share_of(str(member.peer)):  # it changed, and perhaps the new one is loaded already
@@ -159,6 +167,8 @@ class Prover:
             member.unfit = await imprecision(
                 link, self._reference, self._manifest, share, probed.agreement, share.epoch
             )
+            if member.unfit is not None:
+                self._owner.found_unfit(member)
         member.agreement = probed.agreement
 
     async def _probe_when_idle(self, member: Member) -> None:
@@ -175,6 +185,8 @@ class Prover:
         except SwarmError as error:
             if link.closed is None and self._owner.share_of(str(member.peer)) is share:
                 link.fail("bad_reply", error.message)  # which lets it rest
+                if isinstance(error, SomethingElse):
+                    self._owner.found_wrong(member, error)
 
     def _passed(self, member: Member, share: Placement) -> None:
         member.proven.add((share.term, share.epoch))

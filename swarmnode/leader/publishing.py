@@ -7,8 +7,11 @@ were probed; then the leader's own copy is of that class, too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Literal
 
+from backends.activations import q8_0_is_exact
+from backends.manifest import Manifest
+from backends.program import ExpertProgram
 from scheduler.dispatch import UNMEASURED, LayerRouting
 from scheduler.layer_cost import PeerSpeed
 from swarmnode.leader.coverage import Coverage
@@ -17,6 +20,9 @@ from swarmnode.leader.members import Member, Members
 from swarmnode.leader.own_experts import OWN_COPY
 from swarmnode.leader.routing import Routing
 from swarmnode.net.interface import PeerId
+from swarmnode.wire import Q8_0_BLOCK_VALUES
+
+ActivationsChoice = Literal["auto", "f32", "q8_0"]
 
 OWN_CLASS: Final = "the leader's"
 
@@ -70,6 +76,17 @@ def make_routing(
         classes,
         {peer: placement.epoch for peer, placement in coverage.answering.items() if placement is not current},
     )
+
+
+def quantizable(manifest: Manifest, choice: ActivationsChoice) -> frozenset[int]:
+    """The layers whose activations travel as Q8_0."""
+    if choice == "f32":
+        return frozenset()
+    layers = manifest.layers
+    if choice == "q8_0":
+        return frozenset(layer.layer for layer in layers if layer.n_in % Q8_0_BLOCK_VALUES == 0)
+    programs = [ExpertProgram.from_bytes(program) for program in manifest.programs]
+    return frozenset(layer.layer for layer in layers if q8_0_is_exact(layer, programs[layer.program]))
 
 
 def numeric_class(member: Member) -> str | None:

@@ -26,6 +26,7 @@ from scheduler.combine import weighted_sums
 from scheduler.dispatch import Plan, plan
 from scheduler.exchange import Asked, Exchange
 from swarmnode.expert_messages import Activations, dispatch_rows_max, dispatch_tokens_max, encode_notice
+from swarmnode.leader.audit_tap import AuditTap
 from swarmnode.leader.flight import Flight
 from swarmnode.leader.link import Answer, PeerLink
 from swarmnode.leader.own_experts import OWN_COPY, OwnExperts
@@ -93,6 +94,7 @@ class RemoteExperts:
         self._samples: dict[int, list[F32]] = {}  # of layers that somebody wants rows of
         self.timing = LayerTiming()
         self.failover = FailoverStatistics()
+        self.tap: AuditTap | None = None  # who looks at answers
         self.mixed = False
         self.give_up: Callable[[], SwarmError | None] = lambda: None
 
@@ -149,6 +151,8 @@ class RemoteExperts:
         """Drop what an aborted step left open."""
         self._open.clear()
         self.mixed = False
+        if self.tap is not None:
+            self.tap.begin_step(requests)
 
     def dispatch(self, layer: int, x: F32, ids: I32) -> None:
         """Send activations x [T, n_in] to the holders of the chosen experts ids [T, K].
@@ -304,6 +308,22 @@ class RemoteExperts:
                 self._replace(flight, asked, fault)
             else:
                 exchange.answered(asked, answer)
+                self._show(flight, asked, answer)
+
+    def _show(self, flight: Flight, asked: Asked, answer: F32) -> None:
+        """Have an answer looked at, now or never."""
+        if self.tap is not None:
+            peer, layer = asked.part.peer, flight.layer
+            self.tap.answered(
+                peer,
+                layer,
+                flight.x[flight.starts[asked.share.chunk] :],
+                asked.part,
+                asked.weights,
+                answer,
+                rounded=layer.layer in flight.routing.quantized.get(peer, ()),
+                ask_f32=layer.layer in flight.routing.ask_f32,
+            )
 
     def _look_at_the_clock(self, flight: Flight) -> None:
         self._tick()

@@ -27,6 +27,7 @@ from scheduler.placement_record import PlacementRecord
 from swarmnode.asker import only
 from swarmnode.config import Combine, Config
 from swarmnode.leader.engine import DecodeEngine
+from swarmnode.leader.judge import Judge
 from swarmnode.leader.members import Member, Members, VerifyMember
 from swarmnode.leader.own_experts import OwnExperts
 from swarmnode.leader.placer import Placer, PlacerSettings
@@ -73,6 +74,7 @@ class ActiveModel:
             "callback_s": 0.0 if self.model.hook is None else self.model.hook.python_s,
             "layers": asdict(self.remote.timing),
             "failover": asdict(self.remote.failover),
+            "audits": self.placer.auditing.totals(),
             "links": [
                 {"peer": str(m.peer), "name": m.name, **asdict(m.link.statistics)}
                 for m in self.placer.members.present()
@@ -278,6 +280,7 @@ class Leader:
         engine = DecodeEngine(model, remote, batcher)
         obtain = at_hand if opened.gguf is not None or self._borrow is None else self._borrow(manifest)
         reference = ProbeReference(manifest, opened.served.source, Device(threads=self._threads), obtain)
+        judge = Judge(manifest, opened.served.source, partial(Device, threads=1), obtain)
         settings = PlacerSettings(
             swarm.workers_expected,
             swarm.settle_s,
@@ -291,10 +294,12 @@ class Leader:
             self.members,
             manifest,
             reference,
+            judge,
             remote,
             engine,
             settings,
             self.term,
+            board=self.board,
             sources=partial(self._sources, opened),
             changed=self._look_at_coverage,
             inherited=self._inherited,
@@ -376,7 +381,8 @@ class Leader:
     def statistics(self) -> dict[str, Any]:
         """Requests and tokens since the start, for `status`."""
         if self.active is None:
-            return {"running": 0, "waiting": 0, "accepted": 0, "finished": 0, "failed": 0, "cancelled": 0, "tokens": 0}
+            names = ("running", "waiting", "accepted", "finished", "failed", "cancelled", "tokens", "tainted")
+            return dict.fromkeys(names, 0)
         s, b = self.active.prompts.statistics, self.active.engine.statistics().batcher
         return {
             "running": b.running,
@@ -386,4 +392,5 @@ class Leader:
             "failed": s.failed,
             "cancelled": s.cancelled,
             "tokens": s.tokens,
+            "tainted": s.tainted,
         }

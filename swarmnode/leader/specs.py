@@ -34,7 +34,7 @@ class Specs:
             host=hello.host,
             rows_per_s=_rate(member) or self._typical_rate() or default.rows_per_s,
             rtt_ms=_magnitude(self._members.watch.rtt_ms(member.peer) or default.rtt_ms),
-            fitness="unfit" if member.unfit is not None else "fit",
+            fitness="quarantined" if member.quarantined else "unfit" if member.unfit else "fit",
             accumulates_f32=hello.accumulates_f32,
             numeric_class=numeric_class(member),
             draining=member.draining,

@@ -1,0 +1,124 @@
+"""Single rows of live work, graded: the leader's own bits, within tolerance, coarse, or another function's.
+
+A row is held against this node's kernels first. Only where it is further away than kernels are from each other does it
+meet every arithmetic that is known (row_check.RowReferences), on the same activations and weights. With e the exact
+result, h = |halves - e| / |e| what half-precision sums would be off by, and d the distance from the nearest reference
+that adds in F32:
+
+    within    d is at most NEAR, or a quarter of h
+    coarse    above, up to HALVES_TIMES h: known sums in half precision, measured at 0.5 to 6 (capabilities/row_check.py
+              says more of rows that were crafted); or an 8-bit code or two that fell on the other side of a tie
+    wrong     beyond; or nearly all of d is a wrong length, which no rounding of an ordinary row gives
+
+`ratio` is d / h: what is coarse once may be a tie, what is far off again and again is not (scheduler/audits.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capabilities.agreement import MEDIAN_LIMIT, SAME_MEDIAN_LIMIT, SAME_WORST_LIMIT
+from capabilities.precision import Precision
+from capabilities.row_check import RowReferences
+from capabilities.tolerances import product_limits
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+
+NEAR: Final = MEDIAN_LIMIT
+_QUARTER: Final = 1 / 4  # as row_check asks of a median row: measured references are at 1/1000
+HALVES_TIMES: Final = 8.0
+_ALONG: Final = 3 / 4  # of d; independent errors have 1 / sqrt(width) (one standard deviation), and no row so many:
+_ALONG_SIGMAS: Final = 6.0
+_ALONG_HALVES: Final = 1 / 4  # of h, where a hot neuron makes sums themselves long or short: then length says nothing
+_LENGTH_MIN: Final = 1e-4  # below, no kernel need be that exact
+
+
+class Grade(IntEnum):
+    SAME = 0
+    WITHIN = 1
+    COARSE = 2
+    WRONG = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Graded:
+    """Of rows [R]: grade (of Grade), distance d, its ratio to h (0 where it was not needed)."""
+
+    grade: NDArray[np.int8]
+    distance: F64
+    ratio: F64
+
+    def count(self, grade: Grade) -> int:
+        return int((self.grade == grade).sum())
+
+
+Refer = Callable[[NDArray[np.intp]], RowReferences | None]
+"""Every known arithmetic for these of the rows; None if that cannot be had here."""
+
+
+def grade_rows(answer: F32, own: F32, refer: Refer, terms: int) -> Graded:
+    """Grade rows [R, n_out] against this node's own [R, n_out].
+
+    terms: the length of the shortest sum of products in them.
+    """
+    y, o = answer.astype(np.float64), own.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        distance, ratio = _relative(y - o, o), np.zeros(len(y))
+    grade = np.where((answer == own).all(axis=1), Grade.SAME, Grade.WITHIN).astype(np.int8)
+    far = np.flatnonzero(~(distance <= NEAR) & (grade != Grade.SAME))
+    if len(far) == 0:
+        return Graded(grade, distance, ratio)
+    references = refer(far)
+    if references is None:  # by size alone
+        grade[far] = np.where(distance[far] <= SAME_MEDIAN_LIMIT, Grade.WITHIN, Grade.COARSE)
+        grade[far[~(distance[far] <= SAME_WORST_LIMIT)]] = Grade.WRONG
+        return Graded(grade, distance, ratio)
+    grade[far], distance[far], ratio[far] = _grade_far(y[far], distance[far], o[far], references, terms)
+    return Graded(grade, distance, ratio)
+
+
+def _grade_far(
+    y: F64, from_own: F64, own: F64, references: RowReferences, terms: int
+) -> tuple[NDArray[np.int8], F64, F64]:
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        exact = references.exact.astype(np.float64)
+        halves = np.nan_to_num(_relative(references.halves.astype(np.float64) - exact, exact), nan=np.inf)
+        nearest, near_to = from_own.copy(), own.copy()
+        for reference in (references.exact, *references.rounded):
+            r = reference.astype(np.float64)
+            d = _relative(y - r, r)
+            closer = d < nearest
+            nearest[closer], near_to[closer] = d[closer], r[closer]
+        length = np.abs(_length(y, near_to))
+        hot = np.abs(_length(references.halves.astype(np.float64), exact)) >= _ALONG_HALVES * halves
+        ratio = np.nan_to_num(nearest / halves, nan=0.0, posinf=np.finfo(np.float64).max)
+    ties = product_limits("", 32, terms, Precision.Q8, Precision.Q8).worst_relative_l2
+    usual = np.maximum(halves, np.median(halves))  # a single row's may be small by luck
+    limit = np.minimum(np.maximum(HALVES_TIMES * usual, ties), SAME_WORST_LIMIT)
+    along = max(_ALONG, _ALONG_SIGMAS / np.sqrt(y.shape[1]))
+    stretched = (length >= along * nearest) & (nearest > _LENGTH_MIN) & ~hot
+    wrong = ~(nearest <= limit) | stretched
+    within = nearest <= np.maximum(NEAR, _QUARTER * np.where(np.isfinite(halves), halves, 0.0))
+    grade = np.where(wrong, Grade.WRONG, np.where(within, Grade.WITHIN, Grade.COARSE)).astype(np.int8)
+    return grade, nearest, ratio
+
+
+def _relative(difference: NDArray[Any], of: NDArray[Any]) -> F64:
+    """|difference| / |of| of each row; 0 where both are zero, infinite where only the second is."""
+    lengths, norms = np.linalg.norm(difference, axis=1), np.linalg.norm(of, axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(lengths == 0, 0.0, np.nan_to_num(lengths / norms, nan=np.inf))
+
+
+def _length(y: F64, e: F64) -> F64:
+    """By how much each row is longer than it should be, along it; 0 for rows of zeros."""
+    energy = (e * e).sum(axis=1)
+    lengths: F64 = np.divide((y * e).sum(axis=1), energy, out=np.ones(len(e)), where=energy > 0)
+    return lengths - 1

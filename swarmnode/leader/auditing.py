@@ -1,0 +1,331 @@
+"""What the leader makes of audits: it has answers judged one by one, and acts on what the sequential tests say.
+
+A worker that computes another function is quarantined: it gets no work, its experts go to others, and whoever's request
+it had a part in since its last good audit begins anew or ends as tainted. One that computes the model, and not
+precisely enough, is unfit for output ranks until its rows are right again. Every such change is a verdict on the board
+(capabilities/verdict.py), where a successor finds it; a release by the owner makes a peer as new.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict
+from typing import Any, Final, Protocol
+
+import structlog
+import trio
+
+from backends.gguf_header import type_name
+from capabilities.agreement import SAME_WORST_LIMIT, Agreement
+from capabilities.errors import SwarmError
+from capabilities.row_grades import HALVES_TIMES, NEAR, Grade
+from capabilities.verdict import Evidence, EvidenceKind, VerdictBoard
+from scheduler.audits import Audits, Change, Chosen, Found, PeerAudits
+from swarmnode.leader.audit_tap import AuditTap
+from swarmnode.leader.judge import Judged, Sample
+from swarmnode.leader.members import Member, Members
+from swarmnode.net.interface import PeerId
+
+_log = structlog.get_logger(__name__)
+
+_EVIDENCE_KEPT: Final = 8  # of each peer: the newest
+_PEERS_KEPT: Final = 256  # as many as there may be members
+
+
+class AnotherFunction(SwarmError):
+    """A worker computes something else than the model, as the leader's own recomputation showed again and again."""
+
+    type = "another_function"
+    default_hint = (
+        "Compare its version, its model and its hardware with the others'. It gets no work until the swarm's owner"
+        " releases it: `swarmctl peer release PEER`."
+    )
+
+
+class OutOfTolerance(SwarmError):
+    """A worker computes the model, and its rows are not precise enough for output ranks."""
+
+    type = "out_of_tolerance"
+    default_hint = (
+        "It holds layers before the output ranks, and is fit again once its rows are. `swarmctl status` shows what was"
+        " measured of its backend."
+    )
+
+
+class Owner(Protocol):
+    """Whom audits tell: the placer."""
+
+    def convicted(self, member: Member, trusted: int) -> None:
+        """A worker is quarantined; its answers up to that number are believed."""
+
+    def fitness_changed(self, member: Member) -> None:
+        """A worker was found unfit, or fit again."""
+
+    def usable_changed(self) -> None:
+        """Somebody can be used, or cannot any more, or is of another numeric class."""
+
+    def reconsider(self, member: Member) -> None:
+        """A worker that was quarantined is not any more."""
+
+
+class Judging(Protocol):
+    """Who recomputes answers: judge.Judge."""
+
+    def at_work(self) -> AbstractAsyncContextManager[Callable[[Sample], Awaitable[Judged]]]:
+        """Within the context: what judges an answer. That raises SwarmError if it cannot."""
+
+
+class Auditing:
+    """`run` never ends. `tap` is for the decode thread."""
+
+    def __init__(self, owner: Owner, members: Members, judge: Judging, board: VerdictBoard, secret: bytes) -> None:
+        """secret: drawn by this leader for itself."""
+        self.tap = AuditTap(Audits(secret), self._sampled)
+        self._owner = owner
+        self._members = members
+        self._judge = judge
+        self._board = board
+        self._token = trio.lowlevel.current_trio_token()
+        self._something = trio.Event()
+        self._evidence: OrderedDict[str, list[Evidence]] = OrderedDict()
+        self._ended = False
+        mine = weakref.WeakMethod(self._board_changed)  # the board outlives this leadership
+        board.on_change(lambda peer: None if (call := mine()) is None else call(peer))
+
+    async def run(self) -> None:
+        async with self._judge.at_work() as judge_one:
+            self.tap.open = True
+            try:
+                while True:
+                    self._something = trio.Event()
+                    while (waiting := self.tap.take()) is not None:
+                        chosen, sample = waiting
+                        try:
+                            judged = await judge_one(sample)
+                        except SwarmError as error:  # the expert cannot be had, or there is no memory
+                            layer = sample.layer.layer
+                            _log.info("audit.not_made", peer=chosen.peer, layer=layer, reason=error.message)
+                            with self.tap.lock:
+                                self.tap.audits.dropped(chosen)
+                        else:
+                            self._judged(chosen, sample, judged)
+                    await self._something.wait()
+            finally:
+                self.tap.open, self._ended = False, True
+
+    def _sampled(self) -> None:
+        """On the decode thread."""
+        self._token.run_sync_soon(self._something.set)
+
+    # -- events -------------------------------------------------------------------------------------------------
+
+    def joined(self, member: Member) -> None:
+        """A worker said hello: what is held of it, here or on the board, counts from the beginning."""
+        self._look_at_board(str(member.peer))
+        with self.tap.lock:
+            held = self.tap.audits.held(str(member.peer))
+        self._apply(member, held)
+
+    def found_unfit(self, member: Member, kind: EvidenceKind) -> None:
+        """The probe, or crafted rows, found it unfit (`member.unfit` says why)."""
+        peer = str(member.peer)
+        with self.tap.lock:
+            known = self.tap.audits.held(peer).unfit
+            self.tap.audits.mark_unfit(peer)
+        if not known and member.unfit is not None:
+            self._keep(peer, _evidence_of(kind, member.unfit))
+            self._publish(peer)
+
+    def found_precise(self, member: Member, precise: bool) -> None:
+        """Crafted rows showed how a worker adds that is unfit."""
+        with self.tap.lock:
+            changes = self.tap.audits.found_precise(str(member.peer), precise)
+        self._act(str(member.peer), changes)
+
+    def found_wrong(self, member: Member, error: SwarmError) -> None:
+        """The probe found rows of another function: as a wrong audit."""
+        peer = str(member.peer)
+        self._keep(peer, _evidence_of("probe", error))
+        with self.tap.lock:
+            changes = self.tap.audits.found_wrong(peer)
+        self._act(peer, changes)
+
+    def adopt(self, records: Mapping[str, PeerAudits]) -> None:
+        """What a predecessor left."""
+        with self.tap.lock:
+            self.tap.audits.adopt(records)
+
+    # -- what is known ------------------------------------------------------------------------------------------
+
+    def records(self) -> dict[str, PeerAudits]:
+        """What to leave to a successor."""
+        with self.tap.lock:
+            return dict(self.tap.audits.records())
+
+    def statistics(self, peer: str) -> dict[str, Any]:
+        """Counters of a peer, for `status`."""
+        with self.tap.lock:
+            audits = self.tap.audits
+            held, counts, share = audits.held(peer), audits.counts(peer), audits.share(peer)
+        return {
+            "agreed": held.agreed,
+            "differed": held.differed,
+            "answers": counts.answered,
+            "audited": counts.audited,
+            "dropped": counts.dropped,
+            "share": share,
+        }
+
+    def totals(self) -> dict[str, Any]:
+        """Of all peers together, since this leader began."""
+        with self.tap.lock:
+            counts, overhead = self.tap.audits.totals(), self.tap.audits.overhead
+        return {**asdict(counts), "overhead": overhead}
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _judged(self, chosen: Chosen, sample: Sample, judged: Judged) -> None:
+        graded = judged.graded
+        coarse = graded.grade == Grade.COARSE
+        found = Found(
+            rows=len(graded.grade),
+            identical=graded.count(Grade.SAME) == len(graded.grade),
+            wrong=graded.count(Grade.WRONG),
+            coarse=int(coarse.sum()),
+            ratios=tuple(graded.ratio[coarse & (graded.ratio > 0)].tolist()),
+            ask_f32=sample.ask_f32,
+            telling=judged.telling,
+        )
+        if found.wrong or found.coarse:
+            self._keep(chosen.peer, _evidence("audit", sample, judged))
+        with self.tap.lock:
+            changes = self.tap.audits.found(chosen, found)
+        if Change.SPLIT in changes:
+            self._keep(chosen.peer, _evidence("class", sample, judged))
+        self._act(chosen.peer, changes)
+
+    def _act(self, peer: str, changes: tuple[Change, ...]) -> None:
+        if not changes:
+            return
+        member = self._members.by_peer.get(PeerId(peer))
+        with self.tap.lock:
+            held, trusted = self.tap.audits.held(peer), self.tap.audits.trusted(peer)
+        _log.warning("audit.found", peer=peer, changes=[*changes], agreed=held.agreed, differed=held.differed)
+        if member is not None:
+            self._apply(member, held)
+        if changes != (Change.SUSPECTED,):
+            self._publish(peer)
+        if member is None:
+            return
+        if Change.QUARANTINED in changes:
+            self._owner.convicted(member, trusted)
+        if Change.UNFIT in changes or Change.FIT in changes:
+            self._owner.fitness_changed(member)
+        if Change.SPLIT in changes and member.agreement is not None and member.agreement.bit_identical:
+            worst = self._evidence[peer][-1]
+            member.agreement = Agreement(False, 0.0, worst.median_relative_l2, worst.extreme_relative_l2, 1.0)
+            self._owner.usable_changed()
+
+    def _apply(self, member: Member, held: PeerAudits) -> None:
+        """Bring a member's verdict up to what is held of its peer."""
+        peer = str(member.peer)
+        if not held.quarantined:
+            member.quarantined = None
+        elif member.quarantined is None:
+            member.quarantined = AnotherFunction(
+                f"peer {member.name} computes something else than the model: {self._why(peer)}", peer=peer
+            )
+        if not held.unfit:
+            member.unfit = None
+        elif member.unfit is None:
+            member.unfit = OutOfTolerance(
+                f"peer {member.name} is out of tolerance in service: {self._why(peer)}", peer=peer
+            )
+
+    def _why(self, peer: str) -> str:
+        kept = self._evidence.get(peer) or []
+        verdict = self._board.verdict_of(peer)
+        texts = [each.text for each in (*(verdict.evidence if verdict is not None else ()), *kept)]
+        return texts[-1] if texts else "as an earlier leader found"
+
+    def _keep(self, peer: str, evidence: Evidence) -> None:
+        kept = self._evidence.setdefault(peer, [])
+        self._evidence.move_to_end(peer)
+        kept.append(evidence.bounded())
+        del kept[:-_EVIDENCE_KEPT]
+        while len(self._evidence) > _PEERS_KEPT:
+            self._evidence.popitem(last=False)
+
+    def _publish(self, peer: str) -> None:
+        with self.tap.lock:
+            held = self.tap.audits.held(peer)
+        self._board.publish(peer, held.fitness, self._evidence.get(peer, []), held.agreed, held.differed)
+
+    # -- the board ----------------------------------------------------------------------------------------------
+
+    def _board_changed(self, peer: str) -> None:
+        """A verdict came from elsewhere, or the owner released a peer; our own come here too, and change nothing."""
+        if self._ended:
+            return
+        self._look_at_board(peer)
+        member = self._members.by_peer.get(PeerId(peer))
+        if member is None:
+            return
+        before = member.quarantined, member.unfit
+        with self.tap.lock:
+            held, trusted = self.tap.audits.held(peer), self.tap.audits.trusted(peer)
+        self._apply(member, held)
+        if before[0] is None and member.quarantined is not None:
+            self._owner.convicted(member, trusted)
+        elif before[0] is not None and member.quarantined is None:
+            self._owner.reconsider(member)
+        elif (before[1] is None) != (member.unfit is None):
+            self._owner.fitness_changed(member)
+
+    def _look_at_board(self, peer: str) -> None:
+        verdict = self._board.verdict_of(peer)
+        with self.tap.lock:
+            audits = self.tap.audits
+            if audits.release(peer, self._board.released(peer)):
+                self._evidence.pop(peer, None)
+            if verdict is not None and verdict.fitness == "quarantined" and not audits.held(peer).quarantined:
+                audits.mark_quarantined(peer)
+            elif verdict is not None and verdict.fitness == "unfit" and not audits.held(peer).unfit:
+                audits.mark_unfit(peer)
+
+
+def _evidence(kind: EvidenceKind, sample: Sample, judged: Judged) -> Evidence:
+    """What an audit measured; the worst row stands for it."""
+    distance, ratio = judged.graded.distance, judged.graded.ratio
+    worst = int(distance.argmax())
+    grade = Grade(int(judged.graded.grade.max()))
+    limit = NEAR
+    if grade == Grade.WRONG:
+        limit = HALVES_TIMES * distance[worst] / ratio[worst] if ratio[worst] > 0 else SAME_WORST_LIMIT
+    layer, expert = sample.layer.layer, int(judged.experts[worst])
+    says = {Grade.WRONG: "another function", Grade.COARSE: "out of tolerance"}
+    how = says.get(grade, "other bits, within tolerance")
+    return Evidence(
+        kind=kind,
+        text=f"layer {layer}, expert {expert}: {how}, {distance[worst]:.2g} off the leader's own rows",
+        layer=layer,
+        expert=expert,
+        weight_type=",".join(sorted({type_name(tensor.type) for tensor in sample.layer.tensors})),
+        median_relative_l2=float(sorted(distance)[len(distance) // 2]),
+        extreme_relative_l2=float(distance[worst]),
+        limit=float(limit),
+        count=int((judged.graded.grade >= Grade.COARSE).sum()),
+        at_s=int(time.time()),
+    )
+
+
+def _evidence_of(kind: EvidenceKind, error: SwarmError) -> Evidence:
+    details = error.details
+    experts = details.get("experts") or [-1]
+    return Evidence(
+        kind=kind, text=error.message, layer=details.get("layer", -1), expert=experts[0], at_s=int(time.time())
+    )

@@ -1,0 +1,86 @@
+"""Answers on their way to the judge: what of them is kept, what is dropped, and who used them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from scheduler.audits import AUDIT_ROWS_MAX, Audits
+from scheduler.combine import weighted_sums
+from scheduler.dispatch import PeerRows
+from swarmnode.leader.audit_tap import WAITING_OF_A_PEER_MAX, AuditTap
+from swarmnode.leader.judge import Sample
+from tests.memory_swarm import MODEL, rows_of
+
+LAYER = MODEL.manifest.layers[0]
+TOKENS, CHOICES = 40, 2
+
+
+def made(tap: AuditTap, peer: str = "a", tokens: int = TOKENS, weights: bool = False) -> None:
+    """An answer that is right to the last bit, to every second token of a larger batch."""
+    random = np.random.default_rng(tokens)
+    x = random.standard_normal((2 * tokens, LAYER.n_in), np.float32)
+    of_token = np.repeat(np.arange(tokens, dtype=np.int32), CHOICES)
+    experts = random.integers(0, LAYER.n_expert, len(of_token)).astype(np.int32)
+    part = PeerRows(peer, np.arange(0, 2 * tokens, 2, dtype=np.int32), of_token, experts, np.arange(len(of_token)))
+    answer = rows_of(LAYER.layer, x[part.rows], of_token, experts, LAYER.n_out)
+    by = random.random(len(of_token), np.float32) if weights else None
+    if by is not None:
+        answer = weighted_sums(answer, by, of_token)
+    tap.answered(peer, LAYER, x, part, by, answer, rounded=False, ask_f32=True)
+
+
+def taken(tap: AuditTap) -> Iterator[Sample]:
+    while (waiting := tap.take()) is not None:
+        yield waiting[1]
+
+
+@pytest.fixture
+def tap() -> AuditTap:
+    tap = AuditTap(Audits(bytes(32)), lambda: None)
+    tap.open = True
+    return tap
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3, TOKENS])
+def test_what_is_kept_can_be_computed_again(tap: AuditTap, tokens: int, weights: bool) -> None:
+    made(tap, tokens=tokens, weights=weights)
+    (sample,) = taken(tap)
+    rows = rows_of(LAYER.layer, sample.sent(), sample.tokens, sample.experts, LAYER.n_out)
+    again = rows if sample.weights is None else weighted_sums(rows, sample.weights, sample.tokens)
+    assert np.array_equal(again, sample.answer)
+    assert len(sample.experts) == min(CHOICES * tokens, AUDIT_ROWS_MAX)
+    assert sorted(set(sample.units.tolist())) == list(range(len(sample.answer)))
+
+
+def test_what_finds_no_room_is_dropped_and_counted(tap: AuditTap) -> None:
+    for _ in range(WAITING_OF_A_PEER_MAX + 5):
+        made(tap, tokens=2)
+    made(tap, "b", tokens=2)
+    assert tap.audits.counts("a").dropped == 5
+    assert tap.audits.counts("b").dropped == 0  # another peer's are not crowded out
+    assert len(list(taken(tap))) == WAITING_OF_A_PEER_MAX + 1
+    made(tap, tokens=2)
+    assert len(list(taken(tap))) == 1
+
+
+def test_nothing_is_chosen_before_anybody_looks(tap: AuditTap) -> None:
+    tap.open = False
+    made(tap)
+    assert list(taken(tap)) == []
+
+
+def test_who_used_a_peer_since_when_is_remembered(tap: AuditTap) -> None:
+    for requests in (("one",), ("one", "two"), ("three",)):
+        tap.begin_step(requests)
+        made(tap, tokens=1)
+    tap.begin_step(("four",))
+    made(tap, "b", tokens=1)
+    assert sorted(tap.used_since("a", 0)) == ["one", "three", "two"]
+    assert sorted(tap.used_since("a", 1)) == ["one", "three", "two"]
+    assert tap.used_since("a", 2) == ["three"]
+    assert tap.used_since("a", 3) == []
+    assert tap.used_since("b", 0) == ["four"]
