@@ -123,6 +123,18 @@ async def test_a_client_that_leaves_frees_the_leader_within_a_second(body: Any, 
             await conversation.ended.wait()
 
 
+async def test_requests_follow_each_other() -> None:
+    request = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    async with serving_http() as served, await served.connect() as stream:
+        for _ in range(3):
+            await stream.send_all(request)
+            await _heard(stream, b"ok\n")
+        await stream.send_all(request * 2)
+        heard = await _heard(stream, b"ok\n")
+        if heard.count(b"ok\n") < 2:
+            await _heard(stream, b"ok\n")
+
+
 async def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "WRITE_SECONDS_MAX", 0.3)
     async with serving_http() as served, await served.connect() as stream:
