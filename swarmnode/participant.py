@@ -24,6 +24,7 @@ from typing import Any, Final
 import structlog
 import trio
 
+from backends.manifest import Manifest
 from capabilities.advert_content import Phase, Policy, Role
 from capabilities.certificates import Mandate
 from capabilities.errors import PeerMistake, SwarmError, UsageError
@@ -298,9 +299,14 @@ class Participant:
     async def _measure_the_model(self) -> None:
         """Measure this node's kernels on the very types and widths of the model that it is to compute."""
         while True:
-            if (manifest := self.worker.manifest) is not None:
+            if (manifest := self.worker.manifest or self._led_manifest()) is not None:
                 self._parts.measuring.for_model(manifest.layers)
             await trio.sleep(_MEASURE_S)
+
+    def _led_manifest(self) -> Manifest | None:
+        """Of the model that this node serves as the leader: it may hold none of its experts."""
+        active = None if self.leader is None else self.leader.active
+        return None if active is None else active.manifest
 
     # -- belonging ----------------------------------------------------------------------------------------------
 
