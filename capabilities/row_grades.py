@@ -10,6 +10,9 @@ that adds in F32:
               says more of rows that were crafted); or an 8-bit code or two that fell on the other side of a tie
     wrong     beyond; or nearly all of d is a wrong length, which no rounding of an ordinary row gives
 
+A row in which one value outweighs the others may be wrong by that and only be rounded the other way: it counts as
+coarse, too, up to twice what rounding activations does to it, where as many rows of the answer agree as need it.
+
 `ratio` is d / h: what is coarse once may be a tie, what is far off again and again is not (scheduler/audits.py).
 """
 
@@ -37,6 +40,9 @@ HALVES_TIMES: Final = 8.0
 _ALONG: Final = 3 / 4  # of d; independent errors have 1 / sqrt(width) (one standard deviation), and no row so many:
 _ALONG_SIGMAS: Final = 6.0
 _ALONG_HALVES: Final = 1 / 4  # of h, where a hot neuron makes sums themselves long or short: then length says nothing
+# A code at a tie is half a step off, whichever side it falls on, and the sides are a step apart. Where one value of a
+# row outweighs the others, that is most of what rounding does to it, and may be a wrong length and nothing else.
+_FLIP_TIMES: Final = 2.0
 _LENGTH_MIN: Final = 1e-4  # below, no kernel need be that exact
 
 
@@ -63,10 +69,10 @@ Refer = Callable[[NDArray[np.intp]], RowReferences | None]
 """Every known arithmetic for these of the rows; None if that cannot be had here."""
 
 
-def grade_rows(answer: F32, own: F32, refer: Refer, terms: int) -> Graded:
+def grade_rows(answer: F32, own: F32, refer: Refer, terms: int, agreeing: int = 0) -> Graded:
     """Grade rows [R, n_out] against this node's own [R, n_out].
 
-    terms: the length of the shortest sum of products in them.
+    terms: the length of the shortest sum of products in them. agreeing: other rows of the same answer that are near.
     """
     y, o = answer.astype(np.float64), own.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -80,12 +86,14 @@ def grade_rows(answer: F32, own: F32, refer: Refer, terms: int) -> Graded:
         grade[far] = np.where(distance[far] <= SAME_MEDIAN_LIMIT, Grade.WITHIN, Grade.COARSE)
         grade[far[~(distance[far] <= SAME_WORST_LIMIT)]] = Grade.WRONG
         return Graded(grade, distance, ratio)
-    grade[far], distance[far], ratio[far] = _grade_far(y[far], distance[far], o[far], references, terms)
+    grade[far], distance[far], ratio[far] = _grade_far(
+        y[far], distance[far], o[far], references, terms, agreeing + len(y) - len(far)
+    )
     return Graded(grade, distance, ratio)
 
 
 def _grade_far(
-    y: F64, from_own: F64, own: F64, references: RowReferences, terms: int
+    y: F64, from_own: F64, own: F64, references: RowReferences, terms: int, agreeing: int
 ) -> tuple[NDArray[np.int8], F64, F64]:
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         exact = references.exact.astype(np.float64)
@@ -101,13 +109,24 @@ def _grade_far(
         ratio = np.nan_to_num(nearest / halves, nan=0.0, posinf=np.finfo(np.float64).max)
     ties = product_limits("", 32, terms, Precision.Q8, Precision.Q8).worst_relative_l2
     usual = np.maximum(halves, np.median(halves))  # a single row's may be small by luck
-    limit = np.minimum(np.maximum(HALVES_TIMES * usual, ties), SAME_WORST_LIMIT)
+    with np.errstate(over="ignore"):
+        limit = np.minimum(np.maximum(HALVES_TIMES * usual, ties), SAME_WORST_LIMIT)
     along = max(_ALONG, _ALONG_SIGMAS / np.sqrt(y.shape[1]))
     stretched = (length >= along * nearest) & (nearest > _LENGTH_MIN) & ~hot
     wrong = ~(nearest <= limit) | stretched
     within = nearest <= np.maximum(NEAR, _QUARTER * np.where(np.isfinite(halves), halves, 0.0))
+    excused = wrong & (nearest <= np.minimum(_FLIP_TIMES * _rounding(references), SAME_WORST_LIMIT))
+    if excused.sum() <= agreeing + (within & ~wrong).sum():  # else it is no accident of single codes
+        wrong &= ~excused
     grade = np.where(wrong, Grade.WRONG, np.where(within, Grade.WITHIN, Grade.COARSE)).astype(np.int8)
     return grade, nearest, ratio
+
+
+def _rounding(references: RowReferences) -> F64:
+    """How far rounding activations to 8 bits takes each row."""
+    exact = references.exact.astype(np.float64)
+    every = [_relative(each.astype(np.float64) - exact, exact) for each in references.rounded]
+    return np.asarray(np.max(every, axis=0), np.float64)
 
 
 def _relative(difference: NDArray[Any], of: NDArray[Any]) -> F64:

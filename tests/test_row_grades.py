@@ -144,3 +144,21 @@ def test_a_row_of_zeros_agrees_with_zeros_alone() -> None:
     zeros = np.zeros((2, 8), np.float32)
     assert grade_rows(zeros, zeros, lambda _: None, 8).count(Grade.SAME) == 2
     assert grade_rows(zeros + 1, zeros, lambda _: None, 8).count(Grade.WRONG) == 2
+
+
+def test_a_single_row_may_be_off_by_a_code_at_a_tie_and_not_all_of_them() -> None:
+    expert = Expert("q4_0")
+    references_ = expert.refer(np.arange(ROWS))
+    rounding = np.linalg.norm(references_.rounded[1] - references_.exact, axis=1) / np.linalg.norm(
+        references_.exact, axis=1
+    )
+    longer = (expert.own * (1 + rounding[:, None])).astype(np.float32)
+    one, half = expert.own.copy(), expert.own.copy()
+    one[7] = longer[7]
+    half[: ROWS // 2 + 1] = longer[: ROWS // 2 + 1]
+    assert expert.grade(one).count(Grade.COARSE) == 1
+    assert expert.grade(one).count(Grade.WRONG) == 0
+    assert expert.grade(half).count(Grade.WRONG) > ROWS // 4
+    assert expert.grade(longer).count(Grade.WRONG) > 0.9 * ROWS
+    one[7] = expert.own[7] * (1 + 3 * rounding[7])
+    assert expert.grade(one).count(Grade.WRONG) == 1

@@ -189,17 +189,7 @@ class Auditing:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _judged(self, chosen: Chosen, sample: Sample, judged: Judged) -> None:
-        graded = judged.graded
-        coarse = graded.grade == Grade.COARSE
-        found = Found(
-            rows=len(graded.grade),
-            identical=graded.count(Grade.SAME) == len(graded.grade),
-            wrong=graded.count(Grade.WRONG),
-            coarse=int(coarse.sum()),
-            ratios=tuple(graded.ratio[coarse & (graded.ratio > 0)].tolist()),
-            ask_f32=sample.ask_f32,
-            telling=judged.telling,
-        )
+        found = found_of(sample, judged)
         if found.wrong or found.coarse:
             self._keep(chosen.peer, _evidence("audit", sample, judged))
         with self.tap.lock:
@@ -296,6 +286,21 @@ class Auditing:
                 audits.mark_quarantined(peer)
             elif verdict is not None and verdict.fitness == "unfit" and not audits.held(peer).unfit:
                 audits.mark_unfit(peer)
+
+
+def found_of(sample: Sample, judged: Judged) -> Found:
+    """What the sequential tests count of an audit."""
+    graded = judged.graded
+    coarse = graded.grade == Grade.COARSE
+    return Found(
+        rows=len(graded.grade),
+        identical=graded.count(Grade.SAME) == len(graded.grade),
+        wrong=graded.count(Grade.WRONG),
+        coarse=int(coarse.sum()),
+        ratios=tuple(graded.ratio[coarse & (graded.ratio > 0)].tolist()),
+        ask_f32=sample.ask_f32,
+        telling=judged.telling,
+    )
 
 
 def _evidence(kind: EvidenceKind, sample: Sample, judged: Judged) -> Evidence:

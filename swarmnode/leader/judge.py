@@ -200,7 +200,8 @@ class Judge:
             except UnsupportedModel:
                 return None
 
-        return grade_rows(sample.answer[chosen], compared.own[chosen], refer, _terms(sample.layer))
+        agreeing = int((compared.graded.distance <= NEAR).sum())
+        return grade_rows(sample.answer[chosen], compared.own[chosen], refer, _terms(sample.layer), agreeing)
 
     def _references(self, sample: Sample, units: NDArray[np.intp]) -> RowReferences:
         """Every known arithmetic for these rows, or sums, of the answer."""
