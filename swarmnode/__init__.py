@@ -35,6 +35,7 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
     top                                                 what two statuses say of the time between them
     outline, predicting                                 a swarm without names, and what this machine would hold in it
     kernels                                             kernels of other builds, other processors and Vulkan
+    experiment                                          cheats, and whether audits find them
     equivalence                                         how closely two backends or peers agree
     comparing                                           what peers compute for one another, so that it can be told
     local_founding                                      the records of such a swarm

@@ -17,6 +17,8 @@ FOLDER: Final = ROOT / "swarmnode" / "schemas"
 TABLES: Final = {
     "status": ("`swarmctl status --json`", 0),
     "peer show": ("`swarmctl peer --json`", 0),
+    "audit show": ("`swarmctl audit`", 0),
+    "audit experiment": ("`swarmctl audit`", 1),
     "placement": ("`swarmctl placement --json`", 0),
     "top": ("`swarmctl top --json`", 0),
     "ask": ("`swarmctl ask --json`", 0),
@@ -106,6 +108,15 @@ EXACT: Final[dict[str, Any]] = {
         (f"{where}.audits.{count}" for where in ("peers[]", "model") for count in AUDIT_COUNTS), "integer"
     ),
     "levels[].tolerance.forks": "number", "peers[].numeric_class": "string?",
+    "audit show: peers[].audits": "object?", "audit show: peers[].verdict": "object?",
+    "cheats[].every": "integer", "cheats[].trials": "integer", "cheats[].missed": "integer",
+    "cheats[].missed_bound": "number?", "cheats[].late": "integer?", "cheats[].suspected.p50": "integer?",
+    "cheats[].suspected.p99": "integer?", "cheats[].suspected.max": "integer?", "cheats[].out.p50": "integer?",
+    "cheats[].out.p99": "integer?", "cheats[].out.max": "integer?", "honest[].audits": "integer",
+    "honest[].minutes": "number", "honest[].quarantined": "integer", "honest[].quarantined_bound": "number?",
+    "honest[].suspected": "integer", "honest[].unfit": "integer", "honest[].wrong_audits": "integer",
+    "honest[].wrong_audits_bound": "number?", "honest[].rows.same": "integer", "honest[].rows.within": "integer",
+    "honest[].rows.coarse": "integer", "honest[].rows.wrong": "integer",
 }  # fmt: skip
 MIXED: Final = frozenset(("levels[].tolerance",))
 """Objects in some answers, and a sentence in others."""

@@ -14,6 +14,7 @@ completion  swarmctl completion
 equivalence  swarmctl equivalence; render_equivalence shows what it found
 kernels    swarmctl kernels build, list, compare
 mesh       swarmctl placement, drain, undrain
+audit      swarmctl audit, audit experiment; render_audit shows them
 peer       swarmctl peer, peer release; render_peer shows what is known of one
 swarm      swarmctl init, join, leave, invite, ban, backbone; owner adds `swarmctl owner ...`
 belonging  what those of swarm and owner share; passphrase is where the owner's comes from

@@ -13,6 +13,7 @@ import click
 from capabilities.errors import UsageError
 from swarmnode.cli import common
 from swarmnode.cli.asking import ask
+from swarmnode.cli.audit import audit
 from swarmnode.cli.chat import chat
 from swarmnode.cli.common import Settings, common_options, pass_settings
 from swarmnode.cli.completion import completion
@@ -63,6 +64,7 @@ _COMMANDS = (
     *BELONGING,
     *MESH,
     *PEER,
+    audit,
     model,
     equivalence,
     kernels,

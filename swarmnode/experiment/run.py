@@ -1,0 +1,180 @@
+"""`swarmctl audit experiment`: cheats until each is out, honest peers of every kernel under full auditing."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import trio
+
+from backends.device import Device
+from backends.experts import ExpertBackend
+from backends.llama import start_library
+from capabilities.errors import UsageError
+from swarmnode.compute import load_factory
+from swarmnode.equivalence.targets import STAND_IN, find_target
+from swarmnode.experiment.cheats import CHEATS, Cheat, by_name
+from swarmnode.experiment.dispatches import Dispatches, open_dispatches
+from swarmnode.experiment.report import Kept, cheat_summary, honest_summary, trial_json, watch_json
+from swarmnode.experiment.trials import FullAudits, JudgeOne, Standing, cheat_trial, watch_honest
+from swarmnode.kernels.store import listing
+from swarmnode.leader.judge import Judge
+from swarmnode.leader.probe import at_hand
+
+Progress = Callable[[str, int, int], None]
+
+_BLOCK: Final = 250  # audits of an honest peer between two lines of the file
+_THREADS: Final = 1
+_ALWAYS_HERE: Final = (STAND_IN, "reference:q8", "reference:f32", "reference")
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """trials: of each cheat and standing. dispatches: after which a cheat counts as missed. audits, minutes: of each
+    honest peer, whichever ends first."""
+
+    trials: int
+    dispatches: int
+    audits: int
+    minutes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A cheat to try: its name, how to make it, and of how many dispatches one is wrong (1 for a class of somebody's
+    own, which knows itself)."""
+
+    name: str
+    make: Callable[[], ExpertBackend]
+    every: int
+
+
+def run_experiment(
+    model: Path,
+    cheats: Sequence[str] | None,
+    honest: Sequence[str] | None,
+    *,
+    seed: int,
+    effort: Effort,
+    resume: Path | None,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Try; the result is what `--json` prints. Empty: all cheats, or all honest kernels of this machine;
+    None: none.
+
+    Raises:
+        SwarmError: a name or the model cannot be used, or the file to go on from is another experiment's.
+    """
+    start_library()
+    suspects = [] if cheats is None else [find_cheat(name) for name in cheats or by_name()]
+    targets = [] if honest is None else list(honest or honest_targets())
+    for name in targets:
+        find_target(name)  # what cannot be had is said before hours have passed
+    kept = Kept(resume, {"model": model.name, "seed": seed, "dispatches": effort.dispatches})
+    with open_dispatches(model, seed, progress) as dispatches:
+        return trio.run(_Experiment(dispatches, seed, effort, kept, progress).run, suspects, targets, model.name)
+
+
+def find_cheat(name: str) -> Suspect:
+    """A cheat by its name, or a class as module:Class. UsageError if there is none."""
+    if kind := by_name().get(name):
+        return Suspect(name, partial(kind.make, threads=_THREADS, every=kind.every, honest_first=0), kind.every)
+    if ":" not in name:
+        names = ", ".join(each.name for each in CHEATS)
+        raise UsageError(f"no cheat is called {name!r}", hint=f"Choose from: {names}; or a class as module:Class.")
+    made = load_factory(name)
+    if isinstance(made, type) and issubclass(made, Cheat):
+        return Suspect(name, partial(made, threads=_THREADS, every=1, honest_first=0), 1)
+    return Suspect(name, partial(made, threads=_THREADS), 1)
+
+
+def honest_targets() -> Iterator[str]:
+    """Every kernel of this machine that computes the model in single precision."""
+    yield from _ALWAYS_HERE
+    yield from (each["target"] for each in listing() if each["built"] and not each["missing"])
+
+
+class _Experiment:
+    def __init__(self, dispatches: Dispatches, seed: int, effort: Effort, kept: Kept, progress: Progress) -> None:
+        self._dispatches = dispatches
+        self._seed = seed
+        self._effort = effort
+        self._kept = kept
+        self._progress = progress
+
+    async def run(self, suspects: Sequence[Suspect], targets: Sequence[str], model: str) -> dict[str, Any]:
+        judge = Judge(self._dispatches.manifest, self._dispatches.source, partial(Device, threads=_THREADS), at_hand)
+        async with judge.at_work() as judge_one:
+            cheats = [each for suspect in suspects for each in await self._cheat(suspect, judge_one)]
+            honest = [await self._honest(target, judge_one) for target in targets]
+        missed = [each["name"] for each in cheats if not each["pass"]]
+        convicted = [each["target"] for each in honest if not each["pass"]]
+        reasons = [f"missed or late: {', '.join(dict.fromkeys(missed))}"] if missed else []
+        reasons += [f"honest and convicted: {', '.join(convicted)}"] if convicted else []
+        return {
+            "model": model,
+            "seed": self._seed,
+            "pass": not reasons,
+            "reason": "; ".join(reasons) or None,
+            "cheats": cheats,
+            "honest": honest,
+        }
+
+    async def _cheat(self, suspect: Suspect, judge_one: JudgeOne) -> list[dict[str, Any]]:
+        """One summary for a new peer, one for a peer that was trusted for long."""
+        summaries, backend = [], None
+        try:
+            for standing in get_args(Standing):
+                trials = []
+                for number in range(self._effort.trials):
+                    self._progress(f"{suspect.name}, {standing}", number, self._effort.trials)
+                    key = f"cheat {suspect.name} {standing} {number}"
+                    if (found := self._kept.get(key)) is None:
+                        backend = backend or self._load(suspect.make)
+                        trial = await cheat_trial(
+                            self._dispatches, backend, judge_one, standing, self._of(key), self._effort.dispatches
+                        )
+                        found = self._kept.put(key, trial_json(trial))
+                    trials.append(found)
+                summaries.append(cheat_summary(suspect.name, standing, suspect.every, trials))
+        finally:
+            if backend is not None:
+                backend.close()
+        return summaries
+
+    async def _honest(self, target: str, judge_one: JudgeOne) -> dict[str, Any]:
+        """One peer with these kernels, whose sequential tests go on through all of its audits."""
+        watches: list[dict[str, Any]] = []
+        audits, backend = FullAudits(self._of(target).to_bytes(8, "big") * 2), None
+        try:
+            while (done := sum(watch["audits"] for watch in watches)) < self._effort.audits:
+                if sum(watch["seconds"] for watch in watches) >= 60 * self._effort.minutes:
+                    break
+                self._progress(f"{target}, honest", done, self._effort.audits)
+                key = f"honest {target} {len(watches)}"
+                if (found := self._kept.get(key)) is None:
+                    backend = backend or self._load(find_target(target).make)
+                    started, count = time.monotonic(), min(_BLOCK, self._effort.audits - done)
+                    watch = await watch_honest(self._dispatches, backend, judge_one, audits, self._of(key), count)
+                    found = self._kept.put(key, watch_json(watch, time.monotonic() - started))
+                watches.append(found)
+                if found["changes"].get("quarantined"):
+                    break
+        finally:
+            if backend is not None:
+                backend.close()
+        return honest_summary(target, watches)
+
+    def _load(self, make: Callable[[], ExpertBackend]) -> ExpertBackend:
+        backend = make()
+        self._dispatches.load(backend)
+        return backend
+
+    def _of(self, key: str) -> int:
+        """A seed of its own for each part."""
+        return random.Random(f"{self._seed} {key}").getrandbits(63)
