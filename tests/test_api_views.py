@@ -34,7 +34,7 @@ STATUS: dict[str, Any] = {
     "requests": {"running": 1, "waiting": 2, "finished": 3, "failed": 4, "cancelled": 5, "tokens": 600},
     "model": {**MODEL, "coverage": {"min_copies": 1, "missing": [{"layer": 0, "expert": 3}]}},
     "peers": [
-        {"peer_id": "12D3KooWother", "state": "ready", "verdict": {"audits_agreed": 8, "audits_differed": 1}},
+        {"peer_id": "12D3KooWother", "state": "ready", "audits": {"agreed": 8, "differed": 1}},
         {"peer_id": "12D3KooWself", "state": "ready"},
     ],
 }

@@ -127,6 +127,7 @@ def swarm_of(asks: Sequence[Ask], choices: Sequence[Choice]) -> dict[str, Any]:
         "seed": asks[0].params.seed,
         "leader": done[0].leader if done else None,
         "mixed_classes": any(d.mixed for d in done),
+        "tainted": any(d.tainted for d in done),
         "timings": {
             "queue_s": round(max((t.queue_s for t in timings), default=0.0), 6),
             "prefill_s": round(max((t.prefill_s for t in timings), default=0.0), 6),

@@ -140,6 +140,7 @@ def _requests(requests: Json) -> Iterable[Metric]:
     ends = ("finished", "failed", "cancelled")
     yield _counter("requests", "Requests to this leader", "end", {end: requests.get(end, 0) for end in ends})
     yield _counter("tokens", "Tokens that this leader generated", values=requests.get("tokens", 0))
+    yield _counter("tainted_answers", "Answers that a convicted peer had a part in", values=requests.get("tainted", 0))
     yield _gauge("requests_running", "Requests that have a slot", requests.get("running", 0))
     yield _gauge("requests_waiting", "Requests in the leader's queue", requests.get("waiting", 0))
 
@@ -157,9 +158,9 @@ def _swarm(status: Json) -> Iterable[Metric]:
         yield _gauge("coverage_missing_experts", "Experts that have none", len(coverage["missing"]))
     audits = CounterMetricFamily("swarmnode_audits", "Audits of peers' answers", labels=["peer", "result"])
     for peer in peers:
-        if (verdict := peer.get("verdict")) is not None:
-            audits.add_metric([peer["peer_id"], "agreed"], verdict["audits_agreed"])
-            audits.add_metric([peer["peer_id"], "differed"], verdict["audits_differed"])
+        if (held := peer.get("audits")) is not None:
+            audits.add_metric([peer["peer_id"], "agreed"], held["agreed"])
+            audits.add_metric([peer["peer_id"], "differed"], held["differed"])
     yield audits
 
 
