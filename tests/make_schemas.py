@@ -100,7 +100,9 @@ EXACT: Final[dict[str, Any]] = {
     "levels[].choices.changed": "number?", "levels[].choices.spread": "number?",
     "equivalence: experts.a": "object?", "equivalence: experts.b": "object?", "levels[].tolerance.flips": "number",
     "levels[].ops[].causes[]": "string", "levels[].ops[].left": "number?",
-    "levels[].ops[].nearest.a.left": "number", "levels[].ops[].nearest.b.left": "number",
+    "levels[].ops[].nearest.a.left": "number?", "levels[].ops[].nearest.b.left": "number?",
+    "levels[].ops[].nearest.b.setting": "string?", "levels[].divergence.first.layer": "integer",
+    "levels[].divergence.first.peer_b": "string?", "levels[].divergence.worst.peer_b": "string?",
     "workers[].fitness": "string?", "workers[].bit_identical_to_leader": "boolean?", "workers[].error": "object?",
     "workers[].numeric_class": "string?", "workers[].dispatches": "integer?",
     "requests.tainted": "integer", "requests[].tainted": "boolean?", "model.audits.overhead": "number",
@@ -119,9 +121,10 @@ EXACT: Final[dict[str, Any]] = {
     "honest[].rows.coarse": "integer", "honest[].rows.wrong": "integer",
 }  # fmt: skip
 MIXED: Final = frozenset(("levels[].tolerance",))
-"""Objects in some answers, and a sentence in others."""
+"""Objects in some answers, a sentence in others, null in what could not be computed."""
 NULL_OBJECTS: Final = frozenset(
-    ("network", "without", "measured", "levels[].routing.first", "memory", "undivided", "swarm", "peers[].audits")
+    ("network", "without", "measured", "levels[].routing.first", "memory", "undivided", "swarm", "peers[].audits",
+     "levels[].divergence.first", "levels[].divergence.worst")
 )
 """Objects that may be null, where no row of their own says so."""
 
@@ -159,7 +162,8 @@ def _put_object(root: dict[str, Any], path: str, meaning: str) -> None:
             at.setdefault("type", "array")
             at = at.setdefault("items", {"type": "object"})
     at["properties"] = {}
-    at["type"] = ["object", "string"] if path in MIXED else ["object", "null"] if "null" in meaning else "object"
+    nullable = ["object", "null"] if "null" in meaning else "object"
+    at["type"] = ["object", "string", "null"] if path in MIXED else nullable
     at["description"] = _plain(meaning)
 
 
