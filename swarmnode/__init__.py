@@ -28,8 +28,8 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
     availability                                        power, network, use of the machine: whether to work now
     measuring, measure_child, measured                  what it really does: asked of its kernels, in a child process
     self_description                                    what this node's advert says
-    config, paths, logs, identity, durable, threads     what a daemon has on its machine (printable, version, machine,
-                                                        log_file, files_limit, http_address)
+    config, paths, logs, identity, durable, threads     what a daemon has on its machine (config_sections, printable,
+                                                        version, machine, log_file, files_limit, http_address)
     doctor                                              what is wrong with all of that, and the mend
     local_experts, local_swarm, undivided, demo, bench  whole swarms on one machine, and llama.cpp beside them
     top                                                 what two statuses say of the time between them

@@ -20,7 +20,7 @@ import structlog
 import trio
 
 from scheduler.availability import Availability, Conditions, Facts
-from swarmnode.config import LimitsConfig
+from swarmnode.config_sections import LimitsConfig
 
 _log = structlog.get_logger(__name__)
 

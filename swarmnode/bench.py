@@ -25,7 +25,7 @@ from backends.moe_hook import sum_point_of
 from backends.synthetic import OLMOE_1B_7B, write_random_model
 from capabilities.errors import UsageError
 from scheduler.sampling import SamplingParams
-from swarmnode.config import Combine
+from swarmnode.config_sections import Combine
 from swarmnode.local_swarm import LocalSwarm
 from swarmnode.paths import shared_cache_folder
 from swarmnode.prompt_messages import Ask, new_request_id

@@ -15,7 +15,7 @@ from backends.numpy_reference import NumpyExperts
 from backends.row_operators import GgmlRows, NumpyRows, RowOperators
 from backends.variant_process import KernelProcess
 from capabilities.errors import UsageError
-from swarmnode.config import ComputeConfig
+from swarmnode.config_sections import ComputeConfig
 from swarmnode.kernels.store import launch_of
 
 

@@ -27,7 +27,7 @@ from backends.measure import Request, declared_by, measure_backend
 from backends.measurement_cache import cached_measurement
 from capabilities.measurement import NAME_CHARS_MAX, BackendMeasurement
 from swarmnode.compute import choose_compute
-from swarmnode.config import ComputeConfig
+from swarmnode.config_sections import ComputeConfig
 
 TURN_SECONDS_MAX: Final = 20.0
 """Waiting for other daemons that measure; then together."""

@@ -24,7 +24,7 @@ from capabilities.errors import Internal, SwarmError
 from capabilities.measurement import BackendMeasurement
 from swarmnode import limits
 from swarmnode.compute import Compute
-from swarmnode.config import ComputeConfig
+from swarmnode.config_sections import ComputeConfig
 from swarmnode.measure_child import order
 from swarmnode.measured import Measured
 

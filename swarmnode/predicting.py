@@ -21,7 +21,8 @@ from capabilities.errors import NotReady, UsageError
 from scheduler.placement import WorkerSpec
 from scheduler.prediction import Prediction, predict
 from swarmnode.compute import choose_compute
-from swarmnode.config import MIB, Config
+from swarmnode.config import Config
+from swarmnode.config_sections import MIB
 from swarmnode.durable import write_whole
 from swarmnode.identity import Identity
 from swarmnode.leader.specs import RTT_MS_MIN

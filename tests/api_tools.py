@@ -14,7 +14,7 @@ import trio
 from capabilities.errors import SwarmError
 from scheduler.requests import Timings, Usage
 from swarmnode.api.service import Http
-from swarmnode.config import ApiConfig
+from swarmnode.config_sections import ApiConfig
 from swarmnode.paths import find_paths
 from swarmnode.prompt_messages import Alive, Ask, Done, Reply, Token
 

@@ -14,7 +14,7 @@ from capabilities.errors import NoLeader
 from swarmnode.api import app, limits
 from swarmnode.api.fair_use import FairUse
 from swarmnode.api.metrics import HttpMetrics
-from swarmnode.config import ApiConfig
+from swarmnode.config_sections import ApiConfig
 from swarmnode.equivalence.kept import keep_matrix
 from swarmnode.leader.link import LinkStatistics
 from swarmnode.leader.remote_experts import LAYER_SECONDS_BOUNDS, FailoverStatistics, LayerTiming

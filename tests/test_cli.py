@@ -23,7 +23,8 @@ import trio
 
 from capabilities.errors import ContextLengthExceeded, ExpertsUnavailable, NoDaemon
 from swarmnode.cli import common, ctl, daemon, progress
-from swarmnode.config import Combine, default_text
+from swarmnode.config import default_text
+from swarmnode.config_sections import Combine
 from swarmnode.control import ControlReply
 from swarmnode.version import VERSION
 from tests.control_threads import SWARMCTL, control_thread, terminal

@@ -26,7 +26,7 @@ from swarmnode.comparing.asking import Asking
 from swarmnode.comparing.messages import PROTOCOL, Request, decode_request
 from swarmnode.comparing.service import CompareService
 from swarmnode.comparing.work import Spent, Work
-from swarmnode.config import ComputeConfig
+from swarmnode.config_sections import ComputeConfig
 from swarmnode.equivalence.matrix import run_matrix
 from swarmnode.equivalence.ops import op_level
 from swarmnode.equivalence.page import page_of, write_page

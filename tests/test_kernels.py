@@ -30,7 +30,7 @@ from swarmnode.bootstrap import SetupError
 from swarmnode.cli import common
 from swarmnode.cli.ctl import swarmctl
 from swarmnode.compute import choose_compute
-from swarmnode.config import ComputeConfig
+from swarmnode.config_sections import ComputeConfig
 from swarmnode.equivalence.targets import find_target
 from swarmnode.kernels import arm64, store
 from swarmnode.kernels import build as building

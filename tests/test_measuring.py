@@ -16,7 +16,7 @@ from capabilities.measurement import BackendMeasurement, TypeMeasurement
 from capabilities.precision import MeasuredPrecision, Precision
 from swarmnode import measuring
 from swarmnode.compute import Compute, choose_compute
-from swarmnode.config import ComputeConfig
+from swarmnode.config_sections import ComputeConfig
 from swarmnode.measured import Measured, backends_json, class_of
 from swarmnode.measuring import USUAL, Measuring, measure_in_child
 from tests.expert_models import take_apart

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from swarmnode.api.errors import Refusal
-from swarmnode.config import ApiConfig
+from swarmnode.config_sections import ApiConfig
 
 LOOPBACK_HOSTS: Final = frozenset(("127.0.0.1", "localhost", "::1"))
 OPEN_PATHS: Final = frozenset(("/", "/healthz", "/readyz"))

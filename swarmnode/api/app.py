@@ -23,7 +23,7 @@ from swarmnode.api.schema import DrainBody, parse
 from swarmnode.api.served import ServedModels
 from swarmnode.api.token import Token
 from swarmnode.api.views import Views
-from swarmnode.config import ApiConfig
+from swarmnode.config_sections import ApiConfig
 from swarmnode.handlers import Services
 
 STATIC: Final = Path(__file__).parent / "static"

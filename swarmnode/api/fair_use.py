@@ -18,7 +18,7 @@ from scheduler.fair_queue import FairQueue
 from scheduler.rates import TokenBucket
 from swarmnode.api import limits
 from swarmnode.api.errors import Refusal
-from swarmnode.config import ApiConfig
+from swarmnode.config_sections import ApiConfig
 
 _MINUTE_S = 60.0
 

@@ -16,7 +16,7 @@ import trio
 from scheduler.advert_findings import Finding, FindingKind
 from swarmnode.api import limits
 from swarmnode.api.token import Token
-from swarmnode.config import ApiConfig
+from swarmnode.config_sections import ApiConfig
 from swarmnode.handlers import Services
 from swarmnode.paths import Paths
 

@@ -24,7 +24,7 @@ from backends.variant_process import KernelProcess
 from capabilities.precision import Verdict
 from swarmnode.comparing.messages import Operators
 from swarmnode.compute import choose_compute
-from swarmnode.config import ComputeConfig
+from swarmnode.config_sections import ComputeConfig
 from swarmnode.equivalence.recipes import Recipe, compute, inputs_hash, joined, type_of
 from swarmnode.equivalence.targets import PRECISION_WIDTHS
 

@@ -35,7 +35,7 @@ from swarmnode.comparing.messages import (
     encode_rows,
     layer_digest,
 )
-from swarmnode.config import ComputeConfig
+from swarmnode.config_sections import ComputeConfig
 from swarmnode.expert_messages import decode_dispatch
 from swarmnode.worker.epochs import ExpertSet
 from swarmnode.worker.service import Worker

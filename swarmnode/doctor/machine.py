@@ -24,7 +24,8 @@ from backends.gguf_types import GGML_TYPES
 from backends.measure import Request
 from capabilities.errors import SwarmError
 from swarmnode.bootstrap import SetupError, check_compilers
-from swarmnode.config import MIB, Config
+from swarmnode.config import Config
+from swarmnode.config_sections import MIB
 from swarmnode.doctor.facts import Disk, Fault, Interface, Machine, Memory
 from swarmnode.files_limit import unlimited
 from swarmnode.http_address import http_address

@@ -25,7 +25,8 @@ from scheduler.answer import Vocabulary
 from scheduler.batching import Batcher
 from scheduler.placement_record import PlacementRecord
 from swarmnode.asker import only
-from swarmnode.config import Combine, Config
+from swarmnode.config import Config
+from swarmnode.config_sections import Combine
 from swarmnode.leader.engine import DecodeEngine
 from swarmnode.leader.judge import Judge
 from swarmnode.leader.members import Member, Members, VerifyMember

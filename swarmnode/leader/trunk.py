@@ -17,7 +17,7 @@ from backends.check_trunk import check_layers
 from backends.learn import run_once
 from backends.llama import LlamaModel, LlamaSettings
 from backends.moe_hook import LearnedLayer, LearningHook, PartialSumHook, ServingHook
-from swarmnode.config import LeaderConfig
+from swarmnode.config_sections import LeaderConfig
 from swarmnode.leader.remote_experts import RemoteExperts
 from swarmnode.models import OpenModel
 
