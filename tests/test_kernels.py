@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -267,11 +268,30 @@ def test_every_pair_is_compared_and_equal_bits_share_a_line() -> None:
     _, compared = section("status.md", "`swarmctl kernels`").split("`swarmctl kernels compare")
     compared = compared.split("`swarmctl kernels swarm --json`")[0]
     keys = {"targets[]", *(f"operators[].{key}" for key in operator if key != "pairs")}
+    keys |= {f"failed[].{key}" for key in ("target", "operator", "reason")}
     assert keys | {f"operators[].pairs[].{key}" for key in pairs["ggml-cpu", "reference"]} == set(first_codes(compared))
     text = tables(result, "ggml-cpu")
     assert f"ggml-cpu stands for {names[1]}: the same bits" in text
     assert f"| {names[1]} | same |" in text
     assert result == json.loads(json.dumps(result))
+
+
+class Dying(GgmlExperts):
+    """Kernels whose process dies over whatever it is asked."""
+
+    def __init__(self, *, threads: int) -> None:
+        super().__init__(Device("CPU", threads=threads))
+
+    def compute(self, *arguments: Any, **asked: Any) -> F32:
+        raise KernelFailed("the process ended")
+
+
+def test_kernels_that_die_over_an_operator_are_named_and_the_others_compared() -> None:
+    dying = "tests.test_kernels:Dying"
+    result = compare_all(["ggml-cpu", dying, "reference"], ["q4_0"], lambda *_: None)
+    assert result["failed"] == [{"target": dying, "operator": "q4_0", "reason": "the process ended"}]
+    assert [(pair["a"], pair["b"]) for pair in result["operators"][0]["pairs"]] == [("ggml-cpu", "reference")]
+    assert f"{dying} failed over q4_0: the process ended" in tables(result, "ggml-cpu")
 
 
 class SameAgain(GgmlExperts):

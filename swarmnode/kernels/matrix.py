@@ -14,7 +14,7 @@ from typing import Any, Final
 from backends.experts import F32
 from backends.variants import VARIANTS
 from capabilities.equivalence import difference, worst
-from capabilities.errors import UnsupportedModel
+from capabilities.errors import KernelFailed, UnsupportedModel
 from swarmnode.equivalence.recipes import TYPES, Operator, Recipe, compute
 from swarmnode.equivalence.targets import EXACT, ROUNDED, Target, find_target
 from swarmnode.kernels.store import is_built
@@ -45,14 +45,20 @@ def compare_all(names: Sequence[str], types: Sequence[str], progress: Progress) 
         recipes += [Recipe(op, "", length, WIDTHS) for op, length in _UNTYPED]
     targets = [find_target(name) for name in names]
     results: dict[str, dict[str, list[F32]]] = {name_of(recipe): {} for recipe in recipes}
+    failed: list[dict[str, str]] = []
     for done, target in enumerate(targets):
         progress(target.name, done, len(targets))
         for recipe in recipes:
-            found = _computed(target, recipe)
+            try:
+                found = _computed(target, recipe)
+            except KernelFailed as error:  # a driver that dies over one operator may know the others
+                failed.append({"target": target.name, "operator": name_of(recipe), "reason": error.message})
+                continue
             if found is not None:
                 results[name_of(recipe)][target.name] = found
     return {
         "targets": list(names),
+        "failed": failed,
         "operators": [
             {"op": recipe.op, "type": recipe.type or None, "length": recipe.length, "pairs": _pairs(results[name])}
             for recipe, name in ((recipe, name_of(recipe)) for recipe in recipes)
@@ -95,6 +101,7 @@ def tables(result: Mapping[str, Any], base: str) -> str:
     for name in result["targets"]:
         if name != base:
             lines.append(_row([name, *(_cell(operator, name, base) for operator in operators)]))
+    lines += [f"\n{each['target']} failed over {each['operator']}: {each['reason']}" for each in result["failed"]]
     for head, operator in zip(heads, operators, strict=True):
         classes = _classes(operator, result["targets"])
         alike = "; ".join(f"{first} stands for {', '.join(others)}" for first, *others in classes if others)
