@@ -134,6 +134,11 @@ class KernelProcess:
         running = self._running
         return None if running is None else running.process.pid
 
+    def start(self) -> None:
+        """Start the process now, if it does not run."""
+        with self._turn():
+            self._start()
+
     # -- for KernelExperts --------------------------------------------------------------------------------------------
 
     def load(self, header: Header, read: ReadSlice) -> object:
@@ -276,6 +281,10 @@ class KernelExperts:
         self._ask_f32 = ask_f32
         self._layers: dict[int, tuple[LayerExperts, I32]] = {}
         self._held_by: object = None
+
+    def start(self) -> None:
+        """Start the process now, so that the first layer does not wait for it."""
+        self._process.start()
 
     def load_layer(self, layer: LayerExperts, program: ExpertProgram, experts: Sequence[int], read: ReadSlice) -> None:
         self.unload_layer(layer.layer)

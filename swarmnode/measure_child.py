@@ -25,6 +25,7 @@ from backends.experts import ExpertBackend, GgmlExperts
 from backends.ggml import allow_wide_kernels
 from backends.measure import Request, declared_by, measure_backend
 from backends.measurement_cache import cached_measurement
+from backends.variant_process import KernelExperts
 from capabilities.measurement import NAME_CHARS_MAX, BackendMeasurement
 from swarmnode.compute import choose_compute
 from swarmnode.config_sections import ComputeConfig
@@ -69,6 +70,8 @@ def measure(ordered: dict[str, Any], report: Report) -> BackendMeasurement:
         if config.factory or config.kernel or config.backend != "ggml":
             compute = choose_compute(config, threads)
             backend = compute.make()
+            if isinstance(backend, KernelExperts):
+                backend.start()  # which may take longer than measuring may
             try:
                 measured = measure_backend(
                     backend, _declared(request, backend), deadline_s=ordered["deadline_s"], progress=progress

@@ -69,6 +69,8 @@ def test_the_same_bits_as_in_this_process(process: KernelProcess) -> None:
 def test_nothing_starts_before_the_first_use_and_all_ends_with_the_owner(process: KernelProcess) -> None:
     experts = process.experts()
     assert process.pid is None
+    experts.start()
+    assert process.pid is not None
     load(experts)
     pid = process.pid
     assert pid is not None
