@@ -28,6 +28,13 @@ long it was honest before; from then on every answer is audited, and the sixth w
 hide among them is bounded by their ratio: the distance as a multiple of what half-precision sums of the same rows
 have. Known kernels have medians of 0.7 to 3.8, with one row in ten above RATIO_LIMIT at the most; a block of
 BLOCK_ROWS coarse rows whose median is above it is another function. By chance that is C(32, 16) * 0.1^16 < 1e-7.
+
+**Asked again.** Of answers that were off, and of a few that were not, the peer is asked the same once more. Whether it
+gave the same bits is counted, and held against nobody: kernels that add in the order in which threads happen to end
+never repeat themselves. A peer is of another numeric class only once SAME_FIRST answers in a row with other bits than
+the leader's were each repeated bit for bit, and one more for each time that it ever differed from itself: one that
+draws each answer from two results comes to that with a probability of 2^(1 - SAME_FIRST), or 3 %, at the worst. Wrong
+rows count as ever, repeated or not.
 """
 
 from __future__ import annotations
@@ -56,6 +63,9 @@ PRECISE: Final = (0.1, 0.8)  # p0: rows of half-precision sums that happen to be
 BLOCK_ROWS: Final = 32
 RATIO_LIMIT: Final = 4.5
 CRAFTED_COUNT: Final = 4  # three such checks in a row make a peer fit again, as three others made it unfit
+AGAIN_SHARE: Final = 1 / 8  # of audits that agreed: enough to notice, and little beside what audits cost
+SELF_DIFFERED_KNOWN: Final = 3  # after so many, further answers that are off are asked again as rarely
+SAME_FIRST: Final = 6  # the text above says why
 TIMES_COUNTED_MAX: Final = 10  # each time the way back is twice as long: experts must not be moved to and fro
 PEERS_MAX: Final = 4096  # as many as a placement record can name
 _RESERVED_NEW: Final = 0.5  # of the burst, which new peers leave to suspects, and suspects to everybody
@@ -100,6 +110,11 @@ class Found:
     ask_f32: bool = True
     telling: bool = True
 
+    @property
+    def off(self) -> bool:
+        """Some row is wrong or coarse."""
+        return self.wrong > 0 or self.coarse > 0
+
 
 @dataclass(frozen=True, slots=True)
 class PeerAudits:
@@ -114,6 +129,7 @@ class PeerAudits:
     times_unfit: int = 0
     quarantined: bool = False
     released: int = 0  # the owner's newest release that these counts follow
+    self_differed: int = 0  # asked the same again, it answered other bits than before
 
     @property
     def fitness(self) -> Fitness:
@@ -131,6 +147,7 @@ class AuditCounts:
     differed: int = 0
     dropped: int = 0
     rows_recomputed: int = 0
+    repeated: int = 0
 
 
 @dataclass(slots=True)
@@ -139,7 +156,8 @@ class _Peer:
     counts: AuditCounts = field(default_factory=AuditCounts)
     precise_score: float = 0.0
     trusted: int = 0
-    identical: bool = False  # every audit so far was, and there was one
+    identical: bool = False  # every audit so far was, and there was one, but for what is being looked into
+    same: int = 0  # answers in a row with other bits than the leader's that it repeated bit for bit
     block: list[float] = field(default_factory=list)  # ratios of coarse rows
 
     @property
@@ -201,7 +219,7 @@ class Audits:
 
     @property
     def overhead(self) -> float:
-        """Rows recomputed so far, as a share of the rows that were computed."""
+        """Rows recomputed, and asked again, so far, as a share of the rows that were computed."""
         return self._recomputed / self._rows if self._rows else 0.0
 
     def dropped(self, chosen: Chosen) -> None:
@@ -218,15 +236,46 @@ class Audits:
         """An answer was recomputed. Of a peer that is quarantined nothing changes any more."""
         state = self._of(chosen.peer)
         state.counts.audited += 1
-        was_identical, state.identical = state.identical, found.identical and (
-            state.identical or state.counts.audited == 1
-        )
+        if state.counts.audited == 1:
+            state.identical = found.identical
         changes = self._weigh(state, found)
         if not found.wrong and not state.suspected:
             state.trusted = max(state.trusted, chosen.number)
-        if was_identical and not found.identical and not found.wrong and not found.coarse:
-            changes = (*changes, Change.SPLIT)
         return changes
+
+    def asks_again(self, chosen: Chosen, found: Found, rows: int) -> bool:
+        """Whether to ask the peer so many rows of this answer once more, after `found`. Then `repeated` says what came
+        of it, or `not_repeated` that nothing did."""
+        state = self._of(chosen.peer)
+        if state.held.quarantined or self._credit < rows:
+            return False
+        unclear = found.off or (state.identical and not found.identical)
+        # Not drawn as the answer itself was: it would be among those that are always chosen.
+        drawn = (self._draw(f"{chosen.peer}:again", chosen.number) >> 64) / 2**64 < AGAIN_SHARE
+        if not drawn and (not unclear or state.held.self_differed >= SELF_DIFFERED_KNOWN):
+            return False
+        self._recomputed += rows
+        self._credit -= rows
+        return True
+
+    def not_repeated(self, rows: int) -> None:
+        """So many rows were not asked again after all."""
+        self._recomputed -= rows
+        self._credit += rows
+
+    def repeated(self, chosen: Chosen, found: Found, same: bool) -> tuple[Change, ...]:
+        """An answer that was `found` so was asked again. same: it came bit for bit."""
+        state = self._of(chosen.peer)
+        state.counts.repeated += 1
+        if not same:
+            state.same = 0
+            state.held = replace(state.held, self_differed=state.held.self_differed + 1)
+        elif state.identical and not found.identical and not found.off:
+            state.same += 1
+            if state.same >= SAME_FIRST + state.held.self_differed:
+                state.identical = False
+                return (Change.SPLIT,)
+        return ()
 
     def found_wrong(self, peer: str) -> tuple[Change, ...]:
         """Rows that the peer gave outside of requests are those of another function: as one wrong audit."""

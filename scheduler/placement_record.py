@@ -18,7 +18,7 @@ from capabilities.packing import INTEGER_MAX, PEER_ID_CHARS_MAX, Fields, Plain, 
 from scheduler.audits import PEERS_MAX, PeerAudits
 from scheduler.placement import Placement
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 RECORD_BYTES_MAX: Final = 4 << 20  # 48 layers of 256 experts with eight copies each take 0.2 MB
 HASH_BYTES: Final = 32
 _WHAT: Final = "placement record"
@@ -29,6 +29,7 @@ _AUDITS: Final = np.dtype(
     [
         ("agreed", "<u4"), ("differed", "<u4"), ("in_a_row", "<u4"), ("wrong_score", "<f8"), ("coarse_score", "<f8"),
         ("unfit", "u1"), ("times_unfit", "<u2"), ("quarantined", "u1"), ("released", "<u4"),
+        ("self_differed", "<u4"),
     ]
 )  # fmt: skip
 _COUNT_MAX: Final = 2**32 - 1
@@ -124,20 +125,24 @@ def _counted(held: PeerAudits) -> tuple[float, ...]:
         min(held.times_unfit, _TIMES_MAX),
         held.quarantined,
         min(held.released, _COUNT_MAX),
+        min(held.self_differed, _COUNT_MAX),
     )
 
 
-def _audits(names: str, rows: list[tuple[int, int, int, float, float, int, int, int, int]]) -> dict[str, PeerAudits]:
+def _audits(
+    names: str, rows: list[tuple[int, int, int, float, float, int, int, int, int, int]]
+) -> dict[str, PeerAudits]:
     """Raises ValueError where names and rows do not fit, or a score is none."""
     peers = names.split("\n") if names else []
     if not all(0 <= score < np.inf for row in rows for score in row[3:5]):
         raise ValueError("a score is none")
-    return {
-        peer: PeerAudits(agreed, differed, in_a_row, wrong, coarse, bool(unfit), times, bool(quarantined), released)
-        for peer, (agreed, differed, in_a_row, wrong, coarse, unfit, times, quarantined, released) in zip(
-            peers, rows, strict=True
+    held = {}
+    for peer, row in zip(peers, rows, strict=True):
+        agreed, differed, in_a_row, wrong, coarse, unfit, times, out, released, self_differed = row
+        held[peer] = PeerAudits(
+            agreed, differed, in_a_row, wrong, coarse, bool(unfit), times, bool(out), released, self_differed
         )
-    }
+    return held
 
 
 def _holders(

@@ -63,7 +63,10 @@ INTEGERS: Final = re.compile(
     r"|released|forgotten|new|forks\w*|first_differences|first_difference|\w*_tokens|last_at_s|identical_answers)"
 )
 TEXTS: Final = frozenset(("backends[].error", "levels[].tolerance"))
-AUDIT_COUNTS: Final = ("agreed", "differed", "answers", "answered", "audited", "dropped", "rows", "rows_recomputed")
+AUDIT_COUNTS: Final = (
+    "agreed", "differed", "self_differed", "answers", "answered", "audited", "dropped", "repeated", "rows",
+    "rows_recomputed",
+)  # fmt: skip
 EXACT: Final[dict[str, Any]] = {
     "peers[].error": "object?", "error": "object?", "checks[].cause": "string?", "fault": "string?", "seed": "integer",
     "tokens[]": "integer", "undivided_tokens[]": "integer", "answer": "object", "status": "object",
@@ -106,6 +109,7 @@ EXACT: Final[dict[str, Any]] = {
     "workers[].fitness": "string?", "workers[].bit_identical_to_leader": "boolean?", "workers[].error": "object?",
     "workers[].numeric_class": "string?", "workers[].dispatches": "integer?",
     "requests.tainted": "integer", "requests[].tainted": "boolean?", "model.audits.overhead": "number",
+    "self_differed": "integer?",
     "peers[].audits.share": "number", **dict.fromkeys(
         (f"{where}.audits.{count}" for where in ("peers[]", "model") for count in AUDIT_COUNTS), "integer"
     ),

@@ -107,6 +107,8 @@ class Odd:
                 return np.zeros_like(y)
             case "scaled":
                 return y * np.float32(1.01)
+            case "unsteady":  # as kernels whose threads add in the order in which they end
+                return y * (1 + self._random.uniform(-1e-6, 1e-6, y.shape)).astype(np.float32)
         return y
 
     def close(self) -> None:
@@ -149,11 +151,11 @@ class Swarm:
         await self.swarm.hear(ask(request, prompt, tokens), heard)
         return heard
 
-    async def work_until(self, condition: Callable[[], bool], answers: int = 30) -> None:
+    async def work_until(self, condition: Callable[[], bool], answers: int = 100, tokens: int = 40) -> None:
         for number in range(answers):
             if condition():
                 return
-            await self.hear(f"work-{number}", prompt=f"{number} stories:")
+            await self.hear(f"work-{number}", tokens, f"{number} stories:")
         assert condition()
 
 
@@ -236,8 +238,28 @@ async def test_single_precision_of_another_make_is_fit_and_of_another_class(tmp_
         assert swarm.member.agreement is not None
         assert swarm.member.agreement.bit_identical
         swarm.switch.kind = "single"
-        await swarm.work_until(lambda: not swarm.member.agreement.bit_identical)  # type: ignore[union-attr]
+        await swarm.work_until(lambda: not swarm.member.agreement.bit_identical, tokens=180)  # type: ignore[union-attr]
         assert (swarm.member.fitness, swarm.audits()["differed"]) == ("fit", 0)
+
+
+async def test_who_differs_from_itself_within_tolerance_is_measured_and_not_accused(tmp_path: Path) -> None:
+    async with audited(tmp_path) as swarm:
+        await swarm.work_until(lambda: swarm.audits()["agreed"] >= AGREED_FIRST)
+        swarm.switch.kind = "unsteady"
+        await swarm.work_until(lambda: swarm.audits()["self_differed"] >= 3)
+        assert (swarm.member.fitness, swarm.audits()["differed"]) == ("fit", 0)
+        assert swarm.member.agreement is not None
+        assert swarm.member.agreement.bit_identical  # of the class that it was probed to be
+        assert swarm.board.verdicts == {}
+        assert swarm.audits(swarm.swarm.hands[0])["self_differed"] == 0
+
+
+async def test_wrong_rows_of_one_that_differs_from_itself_convict_it(tmp_path: Path) -> None:
+    async with audited(tmp_path) as swarm:
+        swarm.switch.kind = "unsteady"
+        await swarm.work_until(lambda: swarm.audits()["self_differed"] >= 1)
+        swarm.switch.kind = "random"
+        await swarm.work_until(lambda: swarm.member.fitness == "quarantined")
 
 
 async def test_who_adds_in_half_precision_from_the_start_is_unfit_and_never_quarantined(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from scheduler.audits import (
     BUDGET_SHARE,
     BURST_ROWS,
     ERROR,
+    SAME_FIRST,
+    SELF_DIFFERED_KNOWN,
     SHARE_MIN,
     Audits,
     Change,
@@ -248,12 +250,55 @@ def test_rows_that_do_not_tell_make_nobody_fit() -> None:
     assert book.held("a").unfit
 
 
-def test_other_bits_within_tolerance_split_a_class_once() -> None:
+def heard(book: Audits, found: Found, *, same: bool) -> tuple[Change, ...]:
+    """An audit of peer a, whose answer it gives again."""
+    chosen = Chosen("a", 1, 4, 0)
+    return book.found(chosen, found) + book.repeated(chosen, found, same)
+
+
+def test_other_bits_within_tolerance_split_a_class_once_they_are_repeated() -> None:
     book = audits()
-    found = [RIGHT, RIGHT, Found(4), RIGHT, Found(4)]
-    changes = [book.found(Chosen("a", 1, 4, 0), each) for each in found]
-    assert changes == [(), (), (Change.SPLIT,), (), ()]
-    assert book.held("a").agreed == 5
+    assert [heard(book, each, same=True) for each in (RIGHT, Found(4), RIGHT)] == [()] * 3
+    changes = [heard(book, Found(4), same=True) for _ in range(SAME_FIRST + 2)]
+    assert changes == [()] * (SAME_FIRST - 2) + [(Change.SPLIT,), (), (), ()]
+    assert book.held("a").self_differed == 0
+
+
+def test_who_changed_once_is_split_a_little_later() -> None:
+    book = audits()
+    assert heard(book, RIGHT, same=False) == ()
+    changes = [heard(book, Found(4), same=True) for _ in range(SAME_FIRST + 1)]
+    assert changes == [()] * SAME_FIRST + [(Change.SPLIT,)]
+
+
+def test_who_differs_from_itself_is_counted_and_neither_split_nor_suspected() -> None:
+    book = audits()
+    heard(book, RIGHT, same=True)
+    for number in range(2000):
+        assert heard(book, Found(4), same=number % 2 == 1) == ()
+    assert (book.held("a").self_differed, book.held("a").fitness, book.share("a")) == (1000, "fit", SHARE_MIN)
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_wrong_rows_convict_as_ever_repeated_or_not(same: bool) -> None:
+    book = audits()
+    changes = [heard(book, WRONG, same=same) for _ in range(6)]
+    assert changes == [(Change.SUSPECTED,), (), (), (), (), (Change.QUARANTINED,)]
+    assert not book.asks_again(Chosen("a", 7, 4, 0), WRONG, 4)
+
+
+def test_what_is_off_is_asked_again_until_it_is_known_to_vary_and_within_the_budget() -> None:
+    book = audits()
+    chosen = [Chosen("a", number, 4, 0) for number in range(1, 801)]
+    assert all(book.asks_again(each, Found(4, coarse=1), 0) for each in chosen)
+    assert 60 < sum(book.asks_again(each, RIGHT, 0) for each in chosen) < 140
+    for each in chosen[:SELF_DIFFERED_KNOWN]:
+        book.repeated(each, RIGHT, False)
+    assert 60 < sum(book.asks_again(each, Found(4, coarse=1), 0) for each in chosen) < 140
+    asked = sum(book.asks_again(Chosen("b", each.number, 32, 0), WRONG, 32) for each in chosen)
+    assert asked == BURST_ROWS // 32
+    book.not_repeated(32)
+    assert book.asks_again(Chosen("b", 1, 32, 0), WRONG, 32)
 
 
 # -- from leader to leader ---------------------------------------------------------------------------------------------

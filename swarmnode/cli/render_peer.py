@@ -24,6 +24,7 @@ def print_peer(answer: Mapping[str, Json]) -> None:
     fitness = plain(answer.get("fitness"))
     table.add_row("fitness", Text(fitness, style=_FITNESS_STYLES.get(fitness, "")))
     table.add_row("audits", _audits(_dict(answer.get("verdict"))))
+    table.add_row("differed from itself", f"{plain(answer.get('self_differed'))} times")
     table.add_row("releases", _releases(_dict(answer.get("releases"))))
     table.add_row("experts", _experts(_dict(answer.get("experts"))))
     table.add_row("by the leader", _measured_by_leader(answer))

@@ -20,5 +20,6 @@ publishing        the routing that the decode thread gets
 probe             every held expert, named and compared, before it serves
 audit_tap         answers of live work that are chosen to be recomputed, on their way to the judge
 judge             recomputes them, in a thread of low priority; auditing acts on what it finds
+repeating         whether a worker answers the same when it is asked again
 checking          how precisely workers add, asked with crafted rows: before they serve, and now and then while they do
 """

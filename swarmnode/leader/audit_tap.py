@@ -145,4 +145,5 @@ def _sample(
         kept.copy(),
         rounded,
         ask_f32,
+        whole=len(kept) == len(answer),
     )

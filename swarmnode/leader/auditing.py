@@ -2,7 +2,8 @@
 
 A worker that computes another function is quarantined: it gets no work, its experts go to others, and whoever's request
 it had a part in since its last good audit begins anew or ends as tainted. One that computes the model, and not
-precisely enough, is unfit for output ranks until its rows are right again. Every such change is a verdict on the board
+precisely enough, is unfit for output ranks until its rows are right again. Of one that does not repeat itself, that is
+counted. Every such change is a verdict on the board
 (capabilities/verdict.py), where a successor finds it; a release by the owner makes a peer as new.
 """
 
@@ -13,7 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final, Protocol
 
 import structlog
@@ -28,6 +29,7 @@ from scheduler.audits import Audits, Change, Chosen, Found, PeerAudits
 from swarmnode.leader.audit_tap import AuditTap
 from swarmnode.leader.judge import Judged, Sample
 from swarmnode.leader.members import Member, Members
+from swarmnode.leader.repeating import Repeat, Repeating, rows_again
 from swarmnode.net.interface import PeerId
 
 _log = structlog.get_logger(__name__)
@@ -82,12 +84,15 @@ class Judging(Protocol):
 class Auditing:
     """`run` never ends. `tap` is for the decode thread."""
 
-    def __init__(self, owner: Owner, members: Members, judge: Judging, board: VerdictBoard, secret: bytes) -> None:
+    def __init__(
+        self, owner: Owner, members: Members, judge: Judging, repeating: Repeating, board: VerdictBoard, secret: bytes
+    ) -> None:
         """secret: drawn by this leader for itself."""
         self.tap = AuditTap(Audits(secret), self._sampled)
         self._owner = owner
         self._members = members
         self._judge = judge
+        self._repeating = repeating
         self._board = board
         self._token = trio.lowlevel.current_trio_token()
         self._something = trio.Event()
@@ -97,25 +102,29 @@ class Auditing:
         board.on_change(lambda peer: None if (call := mine()) is None else call(peer))
 
     async def run(self) -> None:
-        async with self._judge.at_work() as judge_one:
+        async with self._judge.at_work() as judge_one, trio.open_nursery() as nursery:
+            nursery.start_soon(self._repeating.run, self._repeated)
             self.tap.open = True
             try:
                 while True:
                     self._something = trio.Event()
                     while (waiting := self.tap.take()) is not None:
-                        chosen, sample = waiting
-                        try:
-                            judged = await judge_one(sample)
-                        except SwarmError as error:  # the expert cannot be had, or there is no memory
-                            layer = sample.layer.layer
-                            _log.info("audit.not_made", peer=chosen.peer, layer=layer, reason=error.message)
-                            with self.tap.lock:
-                                self.tap.audits.dropped(chosen)
-                        else:
-                            self._judged(chosen, sample, judged)
+                        await self._have_judged(judge_one, *waiting)
                     await self._something.wait()
             finally:
                 self.tap.open, self._ended = False, True
+
+    async def _have_judged(
+        self, judge_one: Callable[[Sample], Awaitable[Judged]], chosen: Chosen, sample: Sample
+    ) -> None:
+        try:
+            judged = await judge_one(sample)
+        except SwarmError as error:  # the expert cannot be had, or there is no memory
+            _log.info("audit.not_made", peer=chosen.peer, layer=sample.layer.layer, reason=error.message)
+            with self.tap.lock:
+                self.tap.audits.dropped(chosen)
+        else:
+            self._judged(chosen, sample, judged)
 
     def _sampled(self) -> None:
         """On the decode thread."""
@@ -174,9 +183,11 @@ class Auditing:
         return {
             "agreed": held.agreed,
             "differed": held.differed,
+            "self_differed": held.self_differed,
             "answers": counts.answered,
             "audited": counts.audited,
             "dropped": counts.dropped,
+            "repeated": counts.repeated,
             "share": share,
         }
 
@@ -189,14 +200,38 @@ class Auditing:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _judged(self, chosen: Chosen, sample: Sample, judged: Judged) -> None:
-        found = found_of(sample, judged)
-        if found.wrong or found.coarse:
-            self._keep(chosen.peer, _evidence("audit", sample, judged))
+        found, evidence = found_of(sample, judged), None
+        if found.off:
+            evidence = self._keep(chosen.peer, _evidence("audit", sample, judged))
         with self.tap.lock:
-            changes = self.tap.audits.found(chosen, found)
-        if Change.SPLIT in changes:
-            self._keep(chosen.peer, _evidence("class", sample, judged))
+            audits = self.tap.audits
+            changes = audits.found(chosen, found)
+            if audits.asks_again(chosen, found, rows_again(sample)):
+                repeat = Repeat(chosen, sample, judged, found, evidence)
+                if not self._repeating.offer(repeat):
+                    audits.not_repeated(repeat.rows)
         self._act(chosen.peer, changes)
+
+    def _repeated(self, repeat: Repeat, same: bool | None) -> None:
+        """An answer was asked for again. same: whether the same bits came; None: none did."""
+        peer = repeat.chosen.peer
+        with self.tap.lock:
+            audits = self.tap.audits
+            if same is None:
+                audits.not_repeated(repeat.rows)
+                return
+            changes = audits.repeated(repeat.chosen, repeat.found, same)
+            times = audits.held(peer).self_differed
+        if not same:
+            _log.info("audit.differs_from_itself", peer=peer, layer=repeat.sample.layer.layer, times=times)
+        kept = self._evidence.get(peer, [])
+        if repeat.evidence in kept:
+            how = "the same bits" if same else f"other bits, as {times} times by now"
+            text = f"{repeat.evidence.text}; asked again, it answered {how}"
+            kept[kept.index(repeat.evidence)] = replace(repeat.evidence, text=text).bounded()
+        if Change.SPLIT in changes:
+            self._keep(peer, _evidence("class", repeat.sample, repeat.judged))
+        self._act(peer, changes)
 
     def _act(self, peer: str, changes: tuple[Change, ...]) -> None:
         if not changes:
@@ -242,13 +277,15 @@ class Auditing:
         texts = [each.text for each in (*(verdict.evidence if verdict is not None else ()), *kept)]
         return texts[-1] if texts else "as an earlier leader found"
 
-    def _keep(self, peer: str, evidence: Evidence) -> None:
+    def _keep(self, peer: str, evidence: Evidence) -> Evidence:
+        """As it is kept."""
         kept = self._evidence.setdefault(peer, [])
         self._evidence.move_to_end(peer)
-        kept.append(evidence.bounded())
+        kept.append(evidence := evidence.bounded())
         del kept[:-_EVIDENCE_KEPT]
         while len(self._evidence) > _PEERS_KEPT:
             self._evidence.popitem(last=False)
+        return evidence
 
     def _publish(self, peer: str) -> None:
         with self.tap.lock:

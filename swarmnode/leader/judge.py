@@ -48,7 +48,7 @@ class Sample:
     """An answer of a peer to rows x [T, n_in], as they are before `rounded` ones went as Q8_0.
 
     tokens, experts int32 [R], as they were asked. weights [R] where it is sums by token [T, n_out], else it is rows
-    [R, n_out]. ask_f32: sums in single precision were asked for.
+    [R, n_out]. ask_f32: sums in single precision were asked for. whole: nothing of what was asked is left out.
     """
 
     peer: PeerId
@@ -60,6 +60,7 @@ class Sample:
     answer: F32
     rounded: bool
     ask_f32: bool
+    whole: bool
 
     @property
     def nbytes(self) -> int:

@@ -36,6 +36,7 @@ from swarmnode.leader.probe import ProbeReference, SomethingElse
 from swarmnode.leader.proving import Prover
 from swarmnode.leader.publishing import ActivationsChoice, make_routing, quantizable
 from swarmnode.leader.remote_experts import RemoteExperts
+from swarmnode.leader.repeating import Repeating
 from swarmnode.leader.specs import Specs
 from swarmnode.member_messages import Assign, Begin, Progress
 from swarmnode.net.interface import Network, PeerId
@@ -116,7 +117,8 @@ class Placer:
             self, members, self.coverage, manifest, reference, remote,
             output=self._ask_f32, q8_layers=self._q8_layers, partial_sums=settings.partial_sums,
         )  # fmt: skip
-        self.auditing = Auditing(self, members, judge, board, secrets.token_bytes(_SECRET_BYTES))
+        self._repeating = Repeating(self, members, self.coverage)
+        self.auditing = Auditing(self, members, judge, self._repeating, board, secrets.token_bytes(_SECRET_BYTES))
         remote.tap = self.auditing.tap
         self.last_epoch = 0  # the newest of this term; set before `run` to what another model's placements took
         self._specs = Specs(members, self.layers, settings.replicas, self._ask_f32)
@@ -315,8 +317,13 @@ class Placer:
         return self.coverage.current is not None and self.coverage.is_usable(peer, self.coverage.current)
 
     async def _change_over(self, member: Member) -> None:
-        await self._engine.step_boundary()  # what was dispatched to its old share has been answered
+        await self._answered()
         self.assign(member)
+
+    async def _answered(self) -> None:
+        """Wait until what was dispatched to old shares, under the epoch's old name, has been answered."""
+        await self._engine.step_boundary()
+        await self._repeating.answered()
 
     def assign(self, member: Member) -> None:
         """Tell a worker what it should hold, if anything."""
@@ -416,7 +423,7 @@ class Placer:
             _log.info("epoch.begun", term=wanted.term, epoch=wanted.epoch)
         self.usable_changed()
         self._inheritance.leave(self.coverage)
-        await self._engine.step_boundary()  # what was dispatched under the old epoch has been answered
+        await self._answered()
         current = self.coverage.current
         if current is None or self.coverage.wanted is not None:
             return  # to begin the old one (again) would end the name of the new one
