@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from backends.atomic_file import process_lives
+from backends.atomic_file import process_lives, sync_folder
 from backends.child import Report, run_child
 from backends.expert_source import build_layers, hash_file
 from backends.gguf_file import GGUFFile
@@ -36,8 +36,8 @@ def add_model(file: Path, folder: Path, name: str, report: Report) -> dict[str, 
     Raises:
         BadModelFile, UnsupportedModel: with one line that says what is wrong.
     """
-    part = folder.with_name(f".{folder.name}{_PART}{os.getpid()}")
-    _sweep(folder)
+    part = hidden(folder)
+    sweep(folder.parent, folder.name)
     part.mkdir(parents=True)
     try:
         with GGUFFile.open(file) as gguf:
@@ -53,15 +53,21 @@ def add_model(file: Path, folder: Path, name: str, report: Report) -> dict[str, 
         _sync_folder(part)
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)
+        sync_folder(folder.parent)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
     return summary(manifest)
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what killed processes left of earlier attempts, and of this process's own."""
-    for leftover in folder.parent.glob(f".{folder.name}{_PART}*"):
+def hidden(folder: Path) -> Path:
+    """Where a model is while this process makes it, or takes it apart."""
+    return folder.with_name(f".{folder.name}{_PART}{os.getpid()}")
+
+
+def sweep(models: Path, name: str = "*") -> None:
+    """Remove from the folder of models what killed processes left, and this process's own."""
+    for leftover in models.glob(f".{name}{_PART}*"):
         writer = leftover.name.rpartition("-")[2]
         if writer.isdigit() and (int(writer) == os.getpid() or not process_lives(int(writer))):
             shutil.rmtree(leftover, ignore_errors=True)

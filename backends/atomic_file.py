@@ -29,8 +29,18 @@ def replacing(target: Path) -> Iterator[Path]:
         with partial.open("rb+") as file:
             os.fsync(file.fileno())
         partial.replace(target)
+        sync_folder(target.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk: before that a power cut may take a file's new name back."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _sweep(target: Path) -> None:

@@ -31,6 +31,13 @@ _BASE58: Final = frozenset("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrst
 _HEX: Final = frozenset("0123456789abcdef")
 
 
+class OtherFormat(PeerMistake):
+    """A record in a format that this version does not read: of a newer version, or of one that is long gone."""
+
+    type = "other_format"
+    default_hint = "Another version of swarmnode wrote it: bring both sides to one version (`swarmnode version`)."
+
+
 class Record(Protocol):
     """What has a canonical form."""
 
@@ -75,6 +82,12 @@ def decode(data: object, what: str, bytes_max: int, read: Callable[[object], R])
     return record
 
 
+def check_not_newer(value: object, known: int, what: str) -> None:
+    """OtherFormat if a record's format is past `known`: it may have any number of fields, so look at this first."""
+    if isinstance(value, tuple | list) and value and type(value[0]) is int and value[0] > known:
+        raise OtherFormat(f"{what}: format {value[0]}; this version reads format {known} and older ones")
+
+
 class Fields:
     """Reads an array of exactly `count` fields in their order; anything unexpected is a PeerMistake naming `what`."""
 
@@ -91,7 +104,7 @@ class Fields:
         """The format number, which must be the known one."""
         found = self.integer("format", INTEGER_MAX)
         if found != known:
-            raise PeerMistake(f"{self._what}: format {found}; this node reads format {known}")
+            raise OtherFormat(f"{self._what}: format {found}; this node reads format {known}")
 
     def integer(self, name: str, high: int = INTEGER_MAX, low: int = 0) -> int:
         """An integer in low..high; a bool is none."""

@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 from capabilities.backbone import ENACTMENT_BYTES_MAX, SET_BYTES_MAX, VOTE_FILE_BYTES, BackboneSet, Enactment
 from capabilities.certificates import MANDATE_BYTES_MAX, Mandate
 from capabilities.errors import PeerMistake, SwarmError
-from capabilities.packing import Fields, decode, pack
+from capabilities.packing import Fields, OtherFormat, check_not_newer, decode, pack
 from scheduler.election_messages import Message
 
 STATE_BYTES_MAX: Final = ENACTMENT_BYTES_MAX + MANDATE_BYTES_MAX + SET_BYTES_MAX + 512
@@ -30,6 +30,23 @@ class DamagedState(SwarmError):
     default_hint = (
         "Move the file away, remove this peer from the backbone and add it anew. Never restore it from a backup."
     )
+
+    def of(self, path: str, mend: str | None = None) -> DamagedState:
+        """The same, of the file at `path`. mend: what to do about damage to this kind of file."""
+        return DamagedState(f"{path}: {self.message}", hint=mend, path=path)
+
+
+class NewerState(DamagedState):
+    """A file that must be trusted is in a format of a later version. It is well, and stays as it is."""
+
+    type = "newer_state"
+    default_hint = (
+        "A newer version of swarmnode wrote this file: install that version again (`swarmnode version` prints this"
+        " one's). Do not remove the file."
+    )
+
+    def of(self, path: str, mend: str | None = None) -> DamagedState:
+        return NewerState(f"{path}: {self.message}", path=path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +83,8 @@ class HardState:
         """
         try:
             return decode(unseal(data), "vote file", STATE_BYTES_MAX, cls._read)
+        except OtherFormat as other:
+            raise NewerState(other.message) from None
         except PeerMistake as mistake:
             raise DamagedState(f"the vote file is damaged: {mistake.message}") from None
 
@@ -77,6 +96,7 @@ class HardState:
 
     @classmethod
     def _read(cls, value: object) -> HardState:
+        check_not_newer(value, _FORMAT, "vote file")
         fields = Fields(value, 7, "vote file")
         fields.format(_FORMAT)
         swarm, vote_file = fields.swarm(), fields.blob("name", VOTE_FILE_BYTES, VOTE_FILE_BYTES)

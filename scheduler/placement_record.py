@@ -14,11 +14,14 @@ import numpy as np
 
 from capabilities.agreement import Agreement
 from capabilities.errors import PeerMistake
-from capabilities.packing import INTEGER_MAX, PEER_ID_CHARS_MAX, Fields, Plain, decode, pack
+from capabilities.packing import INTEGER_MAX, PEER_ID_CHARS_MAX, Fields, Plain, check_not_newer, decode, pack
 from scheduler.audits import PEERS_MAX, PeerAudits
 from scheduler.placement import Placement
 
 FORMAT: Final = 4
+_FORMAT_BEFORE_AUDITS: Final = 2
+"""Of a record without audits: versions before them read it, and theirs is read."""
+
 RECORD_BYTES_MAX: Final = 4 << 20  # 48 layers of 256 experts with eight copies each take 0.2 MB
 HASH_BYTES: Final = 32
 _WHAT: Final = "placement record"
@@ -72,7 +75,7 @@ class PlacementRecord:
             if peer in index
         ]
         fields: tuple[Plain, ...] = (
-            FORMAT,
+            FORMAT if self.audits else _FORMAT_BEFORE_AUDITS,
             self.placement.term,
             self.placement.epoch,
             bytes.fromhex(self.manifest),
@@ -80,10 +83,11 @@ class PlacementRecord:
             np.array(layers, _LAYER).tobytes(),
             b"".join(rows),
             np.array(verdicts, _VERDICT).tobytes(),
-            "\n".join(sorted(self.audits)).encode(),
-            np.array([_counted(held) for _, held in sorted(self.audits.items())], _AUDITS).tobytes(),
         )
-        return pack(fields)
+        if not self.audits:
+            return pack(fields)
+        counts = np.array([_counted(held) for _, held in sorted(self.audits.items())], _AUDITS)
+        return pack((*fields, "\n".join(sorted(self.audits)).encode(), counts.tobytes()))
 
     @classmethod
     def from_bytes(cls, data: object) -> PlacementRecord:
@@ -92,8 +96,10 @@ class PlacementRecord:
 
     @classmethod
     def _read(cls, value: object) -> PlacementRecord:
-        fields = Fields(value, 10, _WHAT)
-        fields.format(FORMAT)
+        check_not_newer(value, FORMAT, _WHAT)
+        audited = isinstance(value, tuple) and value[:1] == (FORMAT,)
+        fields = Fields(value, 10 if audited else 8, _WHAT)
+        fields.format(FORMAT if audited else _FORMAT_BEFORE_AUDITS)
         term, epoch = fields.integer("term", INTEGER_MAX), fields.integer("epoch", INTEGER_MAX)
         manifest = fields.blob("manifest", HASH_BYTES, HASH_BYTES).hex()
         try:
@@ -103,8 +109,7 @@ class PlacementRecord:
             verdicts = np.frombuffer(fields.blob("verdicts", RECORD_BYTES_MAX), _VERDICT).tolist()
             proven = {peers[peer]: Agreement(bool(same), *map(float, numbers)) for peer, same, _, numbers in verdicts}
             unfit = frozenset(peers[peer] for peer, _, bad, _ in verdicts if bad)
-            audited = fields.blob("audited", PEERS_MAX * (PEER_ID_CHARS_MAX + 1)).decode("ascii")
-            audits = _audits(audited, np.frombuffer(fields.blob("audits", RECORD_BYTES_MAX), _AUDITS).tolist())
+            audits = _audits(fields) if audited else {}
         except (ValueError, IndexError) as error:
             raise PeerMistake(f"{_WHAT}: {error!s:.100}") from None
         return cls(manifest, Placement(term, epoch, holders), proven, unfit, audits)
@@ -129,11 +134,10 @@ def _counted(held: PeerAudits) -> tuple[float, ...]:
     )
 
 
-def _audits(
-    names: str, rows: list[tuple[int, int, int, float, float, int, int, int, int, int]]
-) -> dict[str, PeerAudits]:
+def _audits(fields: Fields) -> dict[str, PeerAudits]:
     """Raises ValueError where names and rows do not fit, or a score is none."""
-    peers = names.split("\n") if names else []
+    peers = fields.blob("audited", PEERS_MAX * (PEER_ID_CHARS_MAX + 1), 1).decode("ascii").split("\n")
+    rows = np.frombuffer(fields.blob("audits", RECORD_BYTES_MAX), _AUDITS).tolist()
     if not all(0 <= score < np.inf for row in rows for score in row[3:5]):
         raise ValueError("a score is none")
     held = {}

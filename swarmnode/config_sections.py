@@ -98,8 +98,8 @@ class NodeConfig(Section):
     250 MiB besides. More than the machine has makes it swap, and one swapping worker slows every token of the swarm."""
 
     disk_mib: Annotated[int, Field(ge=0, le=1 << 30)] = 0
-    """Disk that fetched experts may take. 0: half of what is free when the daemon starts. It is a cache: what was used
-    longest ago goes first, and everything can be fetched again."""
+    """Disk that fetched experts may take. 0: half of what is free when the daemon starts, without them; what they take
+    already stays theirs. It is a cache: what was used longest ago goes first, and everything can be fetched again."""
 
     host: Annotated[str, AfterValidator(_check_name)] = ""
     """What stands for this machine when copies of an expert are put on different ones. Empty: its machine id. Set it
@@ -109,9 +109,12 @@ class NodeConfig(Section):
         """The budget for experts, given the memory that is available now."""
         return self.memory_mib * MIB or available_bytes * 3 // 4
 
-    def disk_bytes(self, free_bytes: int) -> int:
-        """The budget of the shard cache, given the space that is free now."""
-        return self.disk_mib * MIB or free_bytes // 2
+    def disk_bytes(self, free_bytes: int, held_bytes: int = 0) -> int:
+        """The budget of the shard cache, given the space that is free now and what cache and trunks take of the disk.
+
+        Those count as free, or each start would halve the budget; and whoever else fills the disk costs no expert.
+        """
+        return self.disk_mib * MIB or max(held_bytes, (free_bytes + held_bytes) // 2)
 
 
 class SwarmConfig(Section):

@@ -21,6 +21,7 @@ import trio
 
 from capabilities.errors import Internal, Overloaded, RequestCancelled, SwarmError, UsageError
 from swarmnode.control_client import KEEPALIVE_SECONDS, REPLY_LINE_BYTES_MAX, REQUEST_LINE_BYTES_MAX
+from swarmnode.durable import storage_failed
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -142,6 +143,8 @@ def _typed(error: Exception) -> SwarmError:
             return _typed(typed.exceptions[0])
     if isinstance(error, SwarmError):
         return error
+    if isinstance(error, OSError) and (failed := storage_failed(error)) is not None:
+        return failed
     _log.error("control handler failed", exc_info=error)
     return Internal(f"the daemon failed: {type(error).__name__}")
 

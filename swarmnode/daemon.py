@@ -20,9 +20,11 @@ from swarmnode.api.service import Http
 from swarmnode.comparing.commands import CompareCommands
 from swarmnode.config import Config
 from swarmnode.control import serve_control
+from swarmnode.durable import sweep
 from swarmnode.files_limit import raise_files_limit
 from swarmnode.handlers import Handlers
 from swarmnode.identity import Identity, load_or_create_identity, lock_data_folder
+from swarmnode.models import Models
 from swarmnode.named_swarm import NamedLeaderNode, NamedWorkerNode
 from swarmnode.node import Node, open_own_network
 from swarmnode.paths import Paths
@@ -42,6 +44,8 @@ def run(config: Config, paths: Paths) -> None:
     if config.leader.fast:
         allow_wide_kernels()
     with lock_data_folder(paths.data), claim_threads(config.compute.threads) as threads:
+        sweep([paths.data, paths.data / "owner", paths.run, paths.requests])
+        Models(paths.models).sweep()
         trio.run(_main, config, paths, load_or_create_identity(paths.data), threads)
 
 

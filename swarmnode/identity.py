@@ -133,6 +133,7 @@ def lock_data_folder(data_folder: Path) -> Iterator[None]:
             holder = file.read(32).decode(errors="replace").strip()
             message = f"another daemon (process {holder or 'unknown'}) uses {data_folder}"
             raise DataFolderInUse(message, path=str(data_folder)) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n".encode())
+        with contextlib.suppress(OSError):  # the number is for people; on a full disk the lock holds without
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n".encode())
         yield

@@ -15,9 +15,10 @@ from swarmnode.config import Config
 from swarmnode.machine import machine_name
 from swarmnode.measuring import Measuring
 from swarmnode.member_messages import WIRE_VERSION, Hello
+from swarmnode.models import Models
 from swarmnode.paths import Paths, shared_cache_folder
 from swarmnode.shards.pace import Pace
-from swarmnode.shards.store import ShardCache
+from swarmnode.shards.store import ShardCache, bytes_in
 from swarmnode.status import NodeFacts
 from swarmnode.version import VERSION
 
@@ -44,7 +45,8 @@ class MachineParts:
         """Read the cache, choose the backend. UsageError where the configured one cannot be had."""
         compute = choose_compute(config.compute, threads)
         budget = config.node.memory_bytes(psutil.virtual_memory().available)
-        disk = config.node.disk_bytes(psutil.disk_usage(str(paths.shards)).free)
+        held = await trio.to_thread.run_sync(lambda: bytes_in(paths.shards) + Models(paths.models).trunk_bytes())
+        disk = config.node.disk_bytes(psutil.disk_usage(str(paths.shards)).free, held)
         downloads = Pace.of_mbit(config.limits.download_mbit)
         cache = await trio.to_thread.run_sync(ShardCache, paths.shards, disk, downloads)
         folder = shared_cache_folder() / "measurements"

@@ -26,7 +26,8 @@ from typing import Any, Final
 import structlog
 import trio
 
-from backends.add_model import MANIFEST, SOURCE, TRUNK, summary
+from backends.add_model import MANIFEST, SOURCE, TRUNK, hidden, summary, sweep
+from backends.atomic_file import sync_folder
 from backends.child import LINE_BYTES_MAX, parse_line, verdict_of_death
 from backends.expert_source import GGUFExpertSource
 from backends.gguf_file import GGUFFile
@@ -74,6 +75,10 @@ class Models:
         self._cache = cache
         self._adding: set[str] = set()
         self._ids: dict[str, tuple[tuple[int, int], str]] = {}  # by name: which file was hashed, and its hash
+
+    def sweep(self) -> None:
+        """Remove what killed processes left half added or half removed. Before anything is added here."""
+        sweep(self._folder)
 
     def names(self) -> list[str]:
         """The models' names, sorted. A folder without a manifest is none: `add` writes it last."""
@@ -208,6 +213,7 @@ class Models:
             finally:
                 os.close(descriptor)
         folder.rename(self._folder / name)
+        sync_folder(self._folder)
         return name
 
     def _is_fetched(self, name: str) -> bool:
@@ -250,9 +256,12 @@ class Models:
                 )
 
     def remove(self, name: str) -> None:
-        """Forget a model: its trunk and manifest. Its own files stay."""
+        """Forget a model: its trunk and manifest. Its own files stay. It goes whole, whenever this process ends."""
         self.manifest(name)
-        shutil.rmtree(self._folder / name)
+        going = hidden(self._folder / name)
+        shutil.rmtree(going, ignore_errors=True)
+        (self._folder / name).rename(going)
+        shutil.rmtree(going)
 
     async def add(self, path: Path, name: str | None, progress: OnProgress) -> dict[str, Any]:
         """Add a model in a child process; returns its summary.

@@ -22,6 +22,7 @@ from pathlib import Path
 import platformdirs
 
 from capabilities.errors import UsageError
+from swarmnode.durable import write_whole
 
 APP = "swarmnode"
 DATA_DIR_VARIABLE = "SWARMNODE_DATA_DIR"
@@ -89,7 +90,7 @@ class Paths:
                 f" {SOCKET_PATH_BYTES_MAX} bytes",
                 hint="Choose a shorter --data-dir.",
             )
-        self._socket_note.write_text(str(short))
+        write_whole(self._socket_note, os.fsencode(short))
         return short
 
     def socket_to_call(self) -> Path:

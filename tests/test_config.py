@@ -52,6 +52,8 @@ def test_budgets_follow_the_machine_unless_given() -> None:
     node = Config().node
     assert node.memory_bytes(8 << 30) == 6 << 30
     assert node.disk_bytes(100) == 50
+    assert node.disk_bytes(60, 40) == 50, "the next start finds the same"
+    assert node.disk_bytes(0, 40) == 40, "a disk that others have filled takes no expert away"
     assert parse_config("[node]\nmemory_mib = 3").node.memory_bytes(1) == 3 << 20
 
 

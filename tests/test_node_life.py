@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,27 +12,9 @@ from typing import Any
 import pytest
 
 from swarmnode.local_swarm import LocalNode
+from tests.node_tools import SETTINGS, ctl
 from tests.swarm_tools import ask, failure, wait_until
 from tests.tiny_architectures import write_tiny_model
-
-SWARMCTL = [sys.executable, "-c", "from swarmnode.cli.ctl import main; main()"]
-SETTINGS = {
-    "node": {"listen": ["/ip4/127.0.0.1/tcp/0"]},
-    "api": {"listen": "off"},
-    "swarm": {"mdns": False, "settle_s": 0.3},
-    "leader": {"context_tokens": 256, "parallel": 2},
-    "log": {"format": "json"},
-}
-
-
-def ctl(node: LocalNode, *words: str, status: int = 0) -> dict[str, Any]:
-    """What a command prints as JSON."""
-    environment = {**os.environ, "SWARMNODE_OWNER_PASSPHRASE": "correct horse"}
-    command = [*SWARMCTL, "--data-dir", str(node.folder), *words, "--json"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert run.returncode == status, run.stdout + run.stderr
-    result: dict[str, Any] = json.loads(run.stdout)
-    return result
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ def test_a_large_one_is_small_enough_to_be_told_often() -> None:
 
 
 def test_other_bytes_are_refused() -> None:
-    good = EXAMPLE.to_bytes()
+    good = dataclasses.replace(EXAMPLE, audits={"12D3KooWa": PeerAudits(3)}).to_bytes()
     wrong: list[object] = [b"", good[:-1], good + b"x", good[:40] + b"\xff" + good[41:], "text", None, pack((1, 2))]
     for field in range(10):
         for bad in (b"", b"\xff" * 5, 2**62, ()):

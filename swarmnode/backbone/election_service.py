@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -24,7 +25,7 @@ from capabilities.errors import PeerMistake, SwarmError
 from scheduler.backbone_ledger import Keys
 from scheduler.election import Election
 from scheduler.election_messages import BackboneUpdate, Message, from_plain, to_plain
-from scheduler.election_state import BackboneChanged, DamagedState, HandOverFailed, LeaderChanged, Ready
+from scheduler.election_state import BackboneChanged, DamagedState, HandOverFailed, HardState, LeaderChanged, Ready
 from scheduler.election_status import LOST_SEAT, ElectionStatus
 from scheduler.election_times import TICK_S
 from swarmnode import limits
@@ -36,7 +37,7 @@ from swarmnode.net.interface import Network, NetworkError, PeerId, Stream
 from swarmnode.swarm.errors import NotInSwarm
 from swarmnode.swarm.record import backbone_news
 from swarmnode.swarm.store import SwarmStore
-from swarmnode.swarm.vote_file import open_vote_file, write_vote_file
+from swarmnode.swarm.vote_file import open_vote_file, reopen_vote_file, write_vote_file
 from swarmnode.wire import encode_frame, read_frame
 
 if TYPE_CHECKING:
@@ -46,13 +47,14 @@ _log = structlog.get_logger(__name__)
 
 PROTOCOL: Final = "/swarmnode/election/1"
 _DIALS_FOR: Final = "election"
+_DISK_RETRY_S: Final = 5.0  # a person frees space in minutes; a try costs two small writes
 
 
 class NoPart(SwarmError):
     """This node takes no part in elections: the file of its votes is damaged, or cannot be written."""
 
     type = "no_part"
-    default_hint = "Look at the disk and the file that the message names, then start the daemon again."
+    default_hint = "Look at the disk and the file that the message names: once it can be written this node votes again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,8 @@ class ElectionService:
         self._clock = clock
         self._election: Election | None = None
         self._fault: SwarmError | None = None
+        self._covers = False
+        self._retry_at = 0.0
         self._turn = trio.Lock()  # who waits for it gets it in order
         self._disk = trio.CapacityLimiter(1)  # of its own: other files' reads must not delay a vote
         self._outlets: dict[str, Outlet] = {}
@@ -125,7 +129,7 @@ class ElectionService:
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Take part until cancelled. It has started when the vote file is open."""
-        await self._open()
+        await self._open(open_vote_file)
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             self._tend_outlets()
@@ -136,6 +140,8 @@ class ElectionService:
             while True:
                 await self._step(lambda election, now: election.tick(now))
                 await self._until_next_tick()
+                if isinstance(self._fault, NoPart) and trio.current_time() >= self._retry_at:
+                    await self._come_back()
 
     async def _until_next_tick(self) -> None:
         tick_s = TICK_S if self._election is None else self._election.tick_s
@@ -191,7 +197,7 @@ class ElectionService:
 
         `why` says why it may not, after "this peer may not lead: ".
         """
-        self.eligible, self.may_not_lead = eligible, "" if eligible else why
+        self.eligible, self.may_not_lead, self._covers = eligible, "" if eligible else why, covers
         await self._step(lambda election, now: election.report(eligible=eligible, covers=covers, now=now))
 
     async def hand_over(self) -> None:
@@ -230,12 +236,10 @@ class ElectionService:
 
     # -- carrying out -------------------------------------------------------------------------------------------
 
-    async def _open(self) -> None:
+    async def _open(self, how: Callable[[Path, str, Enactment], HardState]) -> None:
         path, record = self._store.files.votes, self._store.need()
         try:
-            state = await trio.to_thread.run_sync(
-                open_vote_file, path, record.swarm, record.enactment, limiter=self._disk
-            )
+            state = await trio.to_thread.run_sync(how, path, record.swarm, record.enactment, limiter=self._disk)
         except DamagedState as error:
             self._give_up(error)
             return
@@ -243,9 +247,23 @@ class ElectionService:
             self._give_up(_not_written(str(path), error))
             return
         self.enactment = state.enactment or self.enactment
+        self._fault = None
         self._election = Election(self.peer, state, self._keys, self._draw, self._clock())
         if state.enactment is not None:
             await self._tell_store(state.enactment)  # a crash came between the vote file and the record
+
+    async def _come_back(self) -> None:
+        """Take part again if the disk takes the votes again: from what is on it, as after a restart."""
+        async with self._turn:
+            await self._open(reopen_vote_file)
+            if self._election is None:
+                return
+            _log.info("election.part_again", path=str(self._store.files.votes))
+            self._tend_outlets()
+            self._tell_change()
+        eligible, covers = self.eligible, self._covers
+        await self._step(lambda election, now: election.report(eligible=eligible, covers=covers, now=now))
+        await self.hear_backbone(self._store.need().enactment)
 
     async def _step(self, event: Callable[[Election, float], Ready]) -> None:
         """One event in its turn, with everything that follows from it. Raises what the event raises."""
@@ -285,6 +303,9 @@ class ElectionService:
 
     def _give_up(self, fault: SwarmError) -> None:
         """Take no part any more: what the election believes is not on disk."""
+        self._retry_at = trio.current_time() + _DISK_RETRY_S
+        if self._fault is not None and self._fault.message == fault.message:
+            return  # it was tried again
         _log.error("election.no_part", error=fault.to_json())
         election, self._election, self._fault = self._election, None, fault
         if election is not None:

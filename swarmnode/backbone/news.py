@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import structlog
 import trio
 
 from capabilities.packing import pack
@@ -18,6 +19,8 @@ from swarmnode.backbone.leadership_messages import DIGEST_BYTES
 from swarmnode.swarm.errors import NotInSwarm
 from swarmnode.swarm.record import SwarmRecord, backbone_news
 from swarmnode.swarm.store import SwarmStore
+
+_log = structlog.get_logger(__name__)
 
 
 class Told(NamedTuple):
@@ -49,6 +52,8 @@ class News:
             await trio.to_thread.run_sync(self._store.hear, tuple(news))
         except NotInSwarm:
             return  # this node has just left
+        except OSError as error:  # who tells it sees that this node still lacks it, and tells it again
+            _log.error("news.not_written", reason=str(error))
 
 
 def _same(record: SwarmRecord, known: SwarmRecord | None) -> bool:

@@ -140,6 +140,10 @@ def _failed(error: BaseException, as_json: bool) -> int:
         return EXIT_NO
     if isinstance(error, click.ClickException):
         return _print_usage_error(error, as_json)
+    if isinstance(error, OSError):
+        from swarmnode.durable import storage_failed
+
+        error = storage_failed(error) or error
     if not isinstance(error, SwarmError):
         traceback.print_exception(error)
         hint = "This is a bug: the lines above belong to its report."

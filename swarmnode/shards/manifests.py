@@ -6,6 +6,7 @@ so nothing is synced and every failure to write is only logged.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import threading
@@ -32,6 +33,9 @@ class ManifestStore:
         self._folder = cache_root / FOLDER
         self._lock = threading.Lock()
         self._read: dict[str, Manifest] = {}
+        with contextlib.suppress(OSError):
+            for part in self._folder.glob(".*"):  # of a process that was killed
+                part.unlink()
 
     def get(self, manifest_id: str) -> Manifest | None:
         """None if it is not here."""

@@ -56,6 +56,16 @@ def disk_errors(what: str, folder: Path, *, missing_ok: bool = False) -> Iterato
         raise CacheError(f"{what} in {folder}: {reason}", path=str(folder)) from error
 
 
+def bytes_in(root: Path) -> int:
+    """What the files of a cache take, which need not be open."""
+    total = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            with contextlib.suppress(OSError):  # evicted meanwhile
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total
+
+
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
     """Experts and bytes on disk; `kept_bytes` may not be evicted at present."""

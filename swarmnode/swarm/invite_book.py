@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from capabilities.errors import Overloaded, PeerMistake, UsageError
-from capabilities.packing import PEER_ID_CHARS_MAX, Fields, decode, pack
-from scheduler.election_state import DamagedState, seal, unseal
+from capabilities.packing import PEER_ID_CHARS_MAX, Fields, OtherFormat, check_not_newer, decode, pack
+from scheduler.election_state import DamagedState, NewerState, seal, unseal
 from swarmnode import limits
 from swarmnode.durable import write_whole
 from swarmnode.swarm.blobs import join_blobs, split_blobs
@@ -105,6 +105,7 @@ class _Book:
 
     @classmethod
     def read(cls, value: object) -> _Book:
+        check_not_newer(value, _FORMAT, "invites")
         fields = Fields(value, 3, "invites")
         fields.format(_FORMAT)
         swarm = fields.swarm()
@@ -208,5 +209,7 @@ def _load(path: Path) -> _Book | None:
     except OSError as error:
         hint = "Check the file's owner and mode."
         raise DamagedState(f"cannot read {path}: {error.strerror}", hint=hint, path=str(path)) from error
+    except OtherFormat as other:
+        raise NewerState(other.message).of(str(path)) from None
     except (DamagedState, PeerMistake) as error:
-        raise DamagedState(f"{path}: {error.message}", hint=_DAMAGED_HINT, path=str(path)) from None
+        raise DamagedState(error.message).of(str(path), _DAMAGED_HINT) from None

@@ -16,8 +16,8 @@ from typing import Final
 from capabilities.backbone import ENACTMENT_BYTES_MAX, BackboneSet, Enactment
 from capabilities.errors import PeerMistake, UsageError
 from capabilities.membership_certificate import MEMBERSHIP_BYTES_MAX, MembershipCertificate
-from capabilities.packing import Fields, decode, pack
-from scheduler.election_state import DamagedState, seal, unseal
+from capabilities.packing import Fields, OtherFormat, check_not_newer, decode, pack
+from scheduler.election_state import DamagedState, NewerState, seal, unseal
 from swarmnode import limits
 from swarmnode.identity import verify
 from swarmnode.swarm.bans import BANS_BYTES_MAX, Ban, BanList
@@ -229,6 +229,8 @@ class SwarmRecord:
         """What `to_file` gave. DamagedState if it is not that."""
         try:
             return decode(unseal(data), "swarm record", RECORD_BYTES_MAX, cls._read)
+        except OtherFormat as other:
+            raise NewerState(other.message) from None
         except PeerMistake as mistake:
             raise DamagedState(mistake.message) from None
 
@@ -250,6 +252,7 @@ class SwarmRecord:
 
     @classmethod
     def _read(cls, value: object) -> SwarmRecord:
+        check_not_newer(value, _FORMAT_RELEASES, "swarm record")
         with_releases = isinstance(value, tuple) and value[:1] == (_FORMAT_RELEASES,)
         fields = Fields(value, 10 if with_releases else 9, "swarm record")
         fields.format(_FORMAT_RELEASES if with_releases else _FORMAT)

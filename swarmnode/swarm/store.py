@@ -78,7 +78,7 @@ class SwarmStore:
             hint = "Check the file's owner and mode."
             raise DamagedState(f"cannot read {path}: {error.strerror}", hint=hint, path=str(path)) from error
         except DamagedState as error:
-            raise DamagedState(f"{path}: {error.message}", hint=DAMAGED_HINT, path=str(path)) from None
+            raise error.of(str(path), DAMAGED_HINT) from None
 
     @property
     def record(self) -> SwarmRecord | None:

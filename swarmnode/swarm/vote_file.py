@@ -26,7 +26,7 @@ def load_vote_file(path: Path) -> HardState | None:
     except FileNotFoundError:
         return None
     except DamagedState as error:
-        raise DamagedState(f"{path}: {error.message}", path=str(path)) from None
+        raise error.of(str(path)) from None
     except OSError as error:
         raise DamagedState(f"cannot read {path}: {error.strerror}", path=str(path)) from error
 
@@ -37,6 +37,16 @@ def open_vote_file(path: Path, swarm: str, enactment: Enactment | None) -> HardS
     if found is not None and found.swarm == swarm:
         return found
     state = HardState(swarm, secrets.token_bytes(VOTE_FILE_BYTES), enactment=enactment)
+    write_vote_file(path, state)
+    return state
+
+
+def reopen_vote_file(path: Path, swarm: str, enactment: Enactment | None) -> HardState:
+    """The same after a write that failed: what it left may be in the file and not on the disk, so it is written anew.
+
+    OSError while the disk does not take it.
+    """
+    state = open_vote_file(path, swarm, enactment)
     write_vote_file(path, state)
     return state
 
