@@ -67,6 +67,19 @@ async def test_what_fails_at_once_has_its_status(error: Any, status: int, code: 
     assert told["param"] == {"invalid_value": "top_k", "context_length_exceeded": "messages"}.get(code)
 
 
+async def test_a_refusal_names_the_field_and_speaks_of_no_commands() -> None:
+    too_long = ContextLengthExceeded("too long")
+    async with serving_http(lambda c: c.say(Failed(too_long))) as served, served.client() as client:
+        told = (await client.post("/v1/completions", json={"prompt": "x"})).json()["error"]
+        assert told["param"] == "prompt"
+    wrong = UsageError("stop strings are too many")
+    async with serving_http(lambda c: c.say(Failed(wrong))) as served, served.client() as client:
+        told = (await client.post(CHAT, json=HELLO)).json()["error"]
+        assert told["message"] == "stop strings are too many"
+        told = (await client.post(CHAT, json=HELLO | {"logprobs": True, "top_logprobs": 21})).json()["error"]
+        assert told["param"] == "top_logprobs"
+
+
 async def test_what_fails_later_is_an_event_and_the_end() -> None:
     def broken(conversation: Conversation) -> None:
         conversation.say(Queued(0), token(0, "Good "), Failed(NoLeader("it was lost")))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,7 @@ async def open_answers(asker: Asker, asks: Sequence[Ask], turn: Turn) -> AsyncIt
             async for reply in replies:
                 await send.send((index, reply))
 
-    async def events() -> AsyncIterator[Event]:
+    async def events() -> AsyncGenerator[Event, None]:
         left = len(asks)
         while left:
             index, reply = await receive.receive()
@@ -54,7 +54,8 @@ async def open_answers(asker: Asker, asks: Sequence[Ask], turn: Turn) -> AsyncIt
     async with trio.open_nursery() as nursery:
         for index, ask in enumerate(asks):
             nursery.start_soon(hear, index, ask)
-        yield events()
+        async with aclosing(events()) as told:
+            yield told
         nursery.cancel_scope.cancel()
 
 

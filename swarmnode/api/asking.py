@@ -12,6 +12,7 @@ from swarmnode.api.errors import Refusal
 from swarmnode.api.schema import ChatBody, CompletionBody, MessageBody, SamplingBody
 from swarmnode.api.served import ServedModel
 from swarmnode.chat_messages import Message
+from swarmnode.limits import TOP_LOGPROBS_MAX
 from swarmnode.prompt_messages import Ask, new_request_id, new_seed
 
 COMPLETION_TOKENS: Final = 16
@@ -30,6 +31,8 @@ def chat_asks(body: ChatBody) -> list[Ask]:
         raise _unsupported("modalities", "this model writes text alone")
     if body.top_logprobs is not None and not body.logprobs:
         raise Refusal(400, "top_logprobs needs logprobs: true", "invalid_value", "top_logprobs")
+    if not 0 <= (body.top_logprobs or 0) <= TOP_LOGPROBS_MAX:
+        raise Refusal(400, f"top_logprobs must be between 0 and {TOP_LOGPROBS_MAX}", "invalid_value", "top_logprobs")
     what: dict[str, Any] = {
         "messages": tuple(_message(message, i) for i, message in enumerate(body.messages)),
         "max_tokens": body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,

@@ -106,7 +106,7 @@ class _Job:
     def fail(self, failed: Failed) -> Refusal:
         error = failed.error
         _log.warning("request.failed", role="asker", request_id=self.asks[0].request_id, error=loggable(error))
-        return refusal_of(error)
+        return refusal_of(error, "messages" if self.asks[0].prompt is None else "prompt")
 
 
 async def _whole(job: _Job) -> Response:

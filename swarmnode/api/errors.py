@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from starlette.responses import JSONResponse
 
-from capabilities.errors import SwarmError
+from capabilities.errors import SwarmError, UsageError
 from swarmnode.api import limits
 
 _STATUS: Final = {
@@ -27,7 +27,7 @@ _STATUS: Final = {
 }
 _OTHER_STATUS: Final = 503  # no_leader, not_ready, not_in_swarm, experts_unavailable, cancelled: later it may go well
 _TYPES: Final = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_PARAMS: Final = {"context_length_exceeded": "messages", "model_not_found": "model"}
+_PARAMS: Final = {"model_not_found": "model"}
 _FIELDS: Final = frozenset(
     (
         "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "logit_bias",
@@ -66,12 +66,16 @@ class Refusal(Exception):
         return JSONResponse(self.to_json(), self.status, self.headers)
 
 
-def refusal_of(error: SwarmError) -> Refusal:
-    """A typed error as a client of the API sees it."""
+def refusal_of(error: SwarmError, text: str = "messages") -> Refusal:
+    """A typed error as a client of the API sees it, who has no use for where the commands are explained.
+
+    text: the field of the request that holds what is asked.
+    """
     status = _STATUS.get(error.type, _OTHER_STATUS)
-    message = f"{error.message}. {error.hint}" if error.hint else error.message
+    hint = "" if error.hint == UsageError.default_hint else error.hint
+    message = f"{error.message}. {hint}" if hint else error.message
     code = "invalid_value" if error.type == "usage" else error.type
-    param = _PARAMS.get(error.type)
+    param = text if error.type == "context_length_exceeded" else _PARAMS.get(error.type)
     if error.type == "usage":
         first = error.message.split(" ", 1)[0]
         param = first if first in _FIELDS else None
