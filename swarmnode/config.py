@@ -88,6 +88,7 @@ _PLAIN_WORDS = {
     "less than or equal to": "at most",
     "greater than": "above",
 }
+_SAY_THE_VALUE = ("hours",)  # in their own words
 _SECRETS = ("keys",)
 _HINT = "`swarmnode config --default` prints every key with its meaning."
 
@@ -107,7 +108,7 @@ def _fault(error: Any) -> str:
         return f"[{section}] must be a table of keys"
     if not rest:
         return f"[{section}] {reason}"
-    if rest[0] in _SECRETS:
+    if rest[0] in _SECRETS + _SAY_THE_VALUE:
         return f"[{section}] {rest[0]} {reason}"
     return f"[{section}] {rest[0]} {reason}, not {repr(error['input'])[:_INPUT_CHARS_MAX]}"
 

@@ -50,7 +50,7 @@ def _check_hours(value: tuple[str, ...]) -> tuple[str, ...]:
         try:
             Window.parse(text)
         except UsageError as error:
-            raise ValueError(f"holds {error.message}") from None
+            raise ValueError(f"must be times to work in: {error.message}. {error.hint}") from None
     return value
 
 

@@ -54,7 +54,7 @@ def test_what_is_no_window_is_refused(text: str) -> None:
     with pytest.raises(UsageError) as error:
         Window.parse(text)
     assert "22:00-07:00" in error.value.hint
-    with pytest.raises(UsageError, match=r"\[limits\] hours"):
+    with pytest.raises(UsageError, match=r"\[limits\] hours must be times to work in: .* Write for example [^']*\.$"):
         parse_config(f'[limits]\nhours = ["{text}"]')
 
 
