@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from capabilities.errors import PeerMistake
 from scheduler.placement import LayerSpec, WorkerSpec
 from scheduler.prediction import anonymous, predict
+from swarmnode.cli.predict import shown
 from swarmnode.outline import Outline
 from tests.swarm_members import OUTLINE
 
@@ -43,6 +44,10 @@ def test_too_little_memory_says_how_much_is_missing_and_what_would_fit() -> None
     found = predict(LAYERS, USED, [], worker("new", budget=10_500))
     assert "21500 bytes are missing" in found.missing
     assert (found.experts, found.layers, found.nbytes, found.layers_ms) == (10, 2, 10_000, None)
+
+
+def test_figures_are_shown_as_people_write_them() -> None:
+    assert [shown("rows_per_s", rate) for rate in (46_890.4, 5818.0, 7.5312)] == ["46890", "5818", "7.531"]
 
 
 def test_an_outline_names_nobody_and_keeps_who_shares_a_machine() -> None:

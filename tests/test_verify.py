@@ -18,6 +18,7 @@ from scheduler.requests import Timings, Usage
 from scheduler.sampling import SamplingParams
 from swarmnode.cli import common
 from swarmnode.cli.ctl import swarmctl
+from swarmnode.cli.render_requests import print_requests
 from swarmnode.kept_requests import KeepingAsker, KeptRequest, KeptRequests, token_hash
 from swarmnode.local_swarm import LocalNode
 from swarmnode.prompt_messages import Ask, Done, Failed, Reply, Token
@@ -44,6 +45,13 @@ def test_only_the_newest_are_kept_and_nobody_else_may_read_them(tmp_path: Path) 
     modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "requests").iterdir()}
     assert modes == {0o600}
     assert stat.S_IMODE((tmp_path / "requests").stat().st_mode) == 0o700
+
+
+def test_the_list_shows_names_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    requests = [kept(1).summary(), kept(2).summary()]
+    print_requests({"keep": 100, "requests": requests})
+    shown = capsys.readouterr().out
+    assert all(request["request_id"] in shown.split() for request in requests)
 
 
 def test_forgetting(tmp_path: Path) -> None:

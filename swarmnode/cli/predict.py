@@ -106,17 +106,20 @@ def _print(result: dict[str, Any]) -> None:
     ):  # fmt: skip
         values = [side.get(key) for _, side in sides]
         if any(value is not None for value in values):
-            table.add_row(label, *(_shown(key, value) for value in values))
+            table.add_row(label, *(shown(key, value) for value in values))
     table.columns[0].max_width = None
     out.print(table)
     if missing := result["predicted"]["missing"]:
         out.print(f"The swarm cannot serve it yet, even with this machine: {plain(missing)}")
 
 
-def _shown(key: str, value: Any) -> str:
+def shown(key: str, value: Any) -> str:
+    """A figure as people write it."""
     if value is None:
         return "-"
-    return str(_mib(value)) if key == "bytes" else f"{value:.4g}"
+    if key == "bytes":
+        return str(_mib(value))
+    return f"{value:.4g}" if value < 1000 else f"{value:.0f}"
 
 
 def _mib(count: int) -> int:

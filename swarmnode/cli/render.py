@@ -24,7 +24,10 @@ ENTRIES_SHOWN = 8
 _NUMBERS = frozenset(
     ("experts", "MiB", "rtt ms", "layers", "size", "llama.cpp", "swarm", "ratio", "load", "disp/s", "rows/s")
 )
-_WIDTHS = {"peer": (8, 10), "id": (8, 8), "role": (6, 8), "state": (13, 13), "backend": (7, 8), "version": (7, 7)}
+_WIDTHS = {
+    "peer": (8, 10), "id": (8, 8), "role": (6, 8), "state": (13, 13), "backend": (7, 8), "version": (7, 7),
+    "request": (20, 26),  # whole, since other commands take it
+}  # fmt: skip
 _STATE_STYLES = {"ready": "green", "joining": "yellow", "loading": "yellow", "suspect": "red", "gone": "red"}
 
 
