@@ -26,7 +26,7 @@ check: setup-dev  ## ruff and mypy
 	$(BIN)/mypy
 
 test: check  ## the checks and all tests
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 clean:  ## remove everything that the commands above made in this folder
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

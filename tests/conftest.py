@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import hypothesis
 import pytest
@@ -28,15 +29,26 @@ hypothesis.settings.load_profile("shared")
 STARTS_DAEMONS: Final = re.compile(r"^from .*\b(local_swarm|swarm_tools|netns|demo|demo_model|bench)\b", re.MULTILINE)
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For pytest-xdist's `--dist loadgroup`; those with daemons first, since they take longest."""
+    """Those with daemons first, since they take longest."""
     groups = {path: _group(path) for path in {item.path for item in items}}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(groups[item.path]))
     items.sort(key=lambda item: groups[item.path] != "daemons")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """What is sent to one process as a whole. (xdist 3.8's own groups are lost on pytest 9.2, which keeps ids of its
+    own.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(config.rootpath / nodeid.split("::")[0])
+
+    return ByGroup(config, log)
+
+
+@cache
 def _group(path: Path) -> str:
     return "daemons" if STARTS_DAEMONS.search(path.read_text()) else path.stem
 
