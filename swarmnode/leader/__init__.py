@@ -11,6 +11,7 @@ own_experts       the leader's own copy of every expert, for what no holder give
 link              one worker's experts stream
 members           who is there (the member protocol)
 placer            when to place, who holds what, and when an epoch begins
+shares            which share a worker should hold meanwhile, and how those change over that have no room for two
 specs             what placement is told of members, and people of a placement
 inheritance       what a predecessor left, and what is left to a successor
 coverage          what of a placement can be used now: the answer behind `ready`

@@ -6,7 +6,7 @@ for both answers under the new one as soon as it has proven that; so each member
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from backends.manifest import Manifest
 from capabilities.errors import NotReady
@@ -172,3 +172,8 @@ class Coverage:
             if member.error is not None and str(member.peer) in peers:
                 return f" ({member.name} failed: {member.error.message})"
         return ""
+
+
+def lacks(placement: Placement, there: Collection[str]) -> bool:
+    """Whether some expert has no holder among those."""
+    return any(not any(p in there for p in peers) for holders in placement.holders.values() for peers in holders)

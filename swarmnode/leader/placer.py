@@ -1,15 +1,14 @@
 """Placement, driven: decide, assign, load, probe, and only then begin the epoch.
 
-`current` is the epoch that serves, `wanted` one that is being prepared; the first serves until the second is proven. A
-worker without room for both lets go of the old share first: one after another, as long as others hold what it held. The
-swarm is ready as long as every expert has a copy that can be used. The decisions themselves are pure
-(scheduler/settling.py, scheduler/placing.py).
+`current` is the epoch that serves, `wanted` one that is being prepared; the first serves until the second is proven
+(shares.py has workers change over). The swarm is ready as long as every expert has a copy that can be used. The
+decisions themselves are pure (scheduler/settling.py, scheduler/placing.py).
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -25,10 +24,10 @@ from scheduler.placement import LayerSpec, Placement, PlacementImpossible, Worke
 from scheduler.placement_record import PlacementRecord
 from scheduler.placement_report import Loss, PlacementReport
 from scheduler.placing import place
-from scheduler.settling import STALLED_S, Present, decide, exclusion_s
+from scheduler.settling import decide, exclusion_s
 from swarmnode.leader.auditing import Auditing, Judging
 from swarmnode.leader.checking import Checking, Imprecise
-from swarmnode.leader.coverage import Coverage
+from swarmnode.leader.coverage import Coverage, lacks
 from swarmnode.leader.engine import DecodeEngine
 from swarmnode.leader.inheritance import Inheritance
 from swarmnode.leader.members import Member, Members
@@ -37,8 +36,9 @@ from swarmnode.leader.proving import Prover
 from swarmnode.leader.publishing import ActivationsChoice, make_routing, quantizable
 from swarmnode.leader.remote_experts import RemoteExperts
 from swarmnode.leader.repeating import Repeating
-from swarmnode.leader.specs import Specs
-from swarmnode.member_messages import Assign, Begin, Progress
+from swarmnode.leader.shares import Shares, Sources
+from swarmnode.leader.specs import Specs, hard_facts, may_hold
+from swarmnode.member_messages import Begin, Progress
 from swarmnode.net.interface import Network, PeerId
 from swarmnode.outline import Outline
 
@@ -47,9 +47,6 @@ _log = structlog.get_logger(__name__)
 AGAIN_S_MAX = 30.0  # how long the loop sleeps at most: some conditions are only a matter of time, and speeds change
 _SECRET_BYTES: Final = 32
 _INLINE_MAX: Final = 50_000  # experts times workers that are placed on the event loop: a few ten milliseconds
-
-Sources = Callable[[str], Sequence[str]]
-"""Whom a worker is told to fetch from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +61,7 @@ class PlacerSettings:
     own_copy: bool = False
 
 
-def _nothing() -> None:
-    pass
-
-
-def _ignore(_record: bytes) -> None:
+def _ignore(*_told: object) -> None:
     pass
 
 
@@ -93,7 +86,7 @@ class Placer:
         *,
         board: VerdictBoard,
         sources: Sources | None = None,
-        changed: Callable[[], None] = _nothing,
+        changed: Callable[[], None] = _ignore,
         inherited: PlacementRecord | None = None,
         on_record: Callable[[bytes], None] = _ignore,
     ) -> None:
@@ -106,7 +99,6 @@ class Placer:
         self._remote = remote
         self._engine = engine
         self._settings = settings
-        self._sources = sources or (lambda _peer: (self._own,))
         self._tell_changed = changed
         self._ask_f32 = output_ranks(self.layers)
         self._q8_layers = quantizable(manifest, settings.activations)
@@ -127,7 +119,7 @@ class Placer:
         if inherited is not None:  # whatever model it was of
             self.auditing.adopt(inherited.audits)
         self._classes = self._inheritance.classes()
-        self._waiting: set[str] = set()  # they keep their old share until others can do without it
+        self._shares = Shares(self, members, self.coverage, manifest, sources or (lambda _peer: (self._own,)))
         self._changed = trio.Event()
         self._started_s = trio.current_time()
 
@@ -189,27 +181,18 @@ class Placer:
         """Place anew if it is time; in how many seconds to look again, if nothing happens."""
         now, target = trio.current_time(), self.coverage.target
         holders = frozenset(target.peers()) if target is not None else frozenset()
-        present: dict[str, Present] = {}
         lost = dict.fromkeys(holders, self._started_s)  # an inherited holder gets its time to come
-        lost |= {str(peer): m.lost_s for peer, m in self.members.by_peer.items() if m.lost_s is not None}
-        again_s = AGAIN_S_MAX
-        for member in self.members.present():
-            peer, failing_since_s = str(member.peer), _failing_since(member, now)
-            if peer in holders and failing_since_s is not None:
-                lost[peer] = failing_since_s
-            elif peer in holders or member.excluded_until_s <= now:
-                present[peer] = Present(member.joined_s, _may_hold(member), member.hello.measuring)
-            else:
-                again_s = min(again_s, member.excluded_until_s - now)
+        seen = self._specs.roll_call(holders, now)
+        present, again_s = seen.present, min(AGAIN_S_MAX, seen.again_s)
         decision = decide(
             holders,
             frozenset(self._considered),
             present,
-            lost,
+            lost | seen.lost_since_s,
             expected=self._settings.workers_expected,
             settle_s=self._settings.settle_s,
             now=now,
-            uncovered=target is not None and not self.coverage.complete and _lacks(target, present.keys()),
+            uncovered=target is not None and not self.coverage.complete and lacks(target, present.keys()),
             outdated=any(self._is_outdated(peer) for peer in holders & present.keys()),
         )
         if decision.waiting_for:
@@ -222,13 +205,13 @@ class Placer:
     def _is_outdated(self, peer: str) -> bool:
         """Whether what the hard rules look at has changed since the last attempt to place."""
         before = self._considered.get(peer)
-        return before is not None and _hard(self._specs.of(peer)) != _hard(before)
+        return before is not None and hard_facts(self._specs.of(peer)) != hard_facts(before)
 
     def _give_up(self, peers: frozenset[str], now: float) -> None:
         """These were holders, and are there, but fail."""
         for peer in peers:
             member = self.members.by_peer.get(PeerId(peer))
-            if member is not None and member.stream_up and _may_hold(member):
+            if member is not None and member.stream_up and may_hold(member):
                 member.given_up += 1
                 member.excluded_until_s = now + exclusion_s(member.given_up)
                 member.failing_since_s, member.failures = None, 0
@@ -238,29 +221,17 @@ class Placer:
         specs = [self._specs.of(peer) for peer in workers]
         newcomers = [peer for peer in workers if peer not in self._considered]
         self._considered = {spec.peer: spec for spec in specs}
-        previous = self.coverage.current or self.coverage.wanted
-        others = [spec for spec in specs if spec.peer != self._own]
-
-        def work_out() -> Placement:
-            def attempt(some: Sequence[WorkerSpec]) -> Placement:
-                return place(
-                    self.layers,
-                    apart(some),
-                    term=self.term,
-                    epoch=self.last_epoch + 1,
-                    previous=previous,
-                    newcomers=newcomers,
-                    replicas=self._settings.replicas,
-                    output=self._ask_f32,
-                )
-
-            try:
-                return attempt(others)
-            except PlacementImpossible:  # the leader has enough to do: it holds experts only if it must
-                if len(others) == len(specs):
-                    raise
-                return attempt(specs)
-
+        attempt = partial(
+            place,
+            self.layers,
+            term=self.term,
+            epoch=self.last_epoch + 1,
+            previous=self._shown,
+            newcomers=newcomers,
+            replicas=self._settings.replicas,
+            output=self._ask_f32,
+        )
+        work_out = partial(_place_sparing, self._own, specs, attempt)
         try:
             if len(specs) * sum(layer.n_expert for layer in self.layers) <= _INLINE_MAX:
                 placement = work_out()
@@ -277,44 +248,11 @@ class Placer:
         self.coverage.waiting_for = "its workers to load and prove their experts"
         names = [self.coverage.name(peer) for peer in workers]
         _log.info("placement.made", term=self.term, epoch=placement.epoch, workers=names)
-        self._waiting = {peer for peer in placement.peers() if not self._has_room_for_both(peer, placement)}
-        for peer in placement.peers():
-            if peer not in self._waiting and (member := self.members.by_peer.get(PeerId(peer))) is not None:
-                self.assign(member)
+        self._shares.begin_to_change(placement)
         self.usable_changed()
 
-    def _has_room_for_both(self, peer: str, new: Placement) -> bool:
-        """Whether a worker can load its new share beside the one that serves: if not, it frees that first."""
-        old, member = self.coverage.current, self.members.by_peer.get(PeerId(peer))
-        if old is None or member is None or not self.coverage.is_usable(peer, old):
-            return True
-        before, after = old.held_by(peer), new.held_by(peer)
-        sizes = {layer.layer: layer.expert_bytes for layer in self.layers}
-        held = sum(sizes[layer] * len(experts) for share in (before, after) for layer, experts in share.items())
-        return before == after or held <= member.hello.memory_budget_bytes
-
-    def _let_go(self) -> None:
-        """Have workers without room for both shares change over, as far as others hold what they let go of."""
-        wanted = self.coverage.wanted
-        if wanted is None or not self._waiting:
-            return
-        gone = {peer for peer in self._waiting if not self._is_held_back(peer)}
-        free = [peer for peer in sorted(self._waiting - gone) if self.coverage.spares(peer)]
-        busy = any(not self.coverage.is_usable(p, wanted) for p in wanted.peers() if p not in self._waiting)
-        chosen = gone or set(free[:1])
-        if not chosen and not busy:
-            chosen = {min(self._waiting)}  # what only it holds is missing for a while
-        self._waiting -= chosen
-        for peer in chosen:
-            member = self.members.by_peer.get(PeerId(peer))
-            if member is not None:
-                member.proven.clear()
-                self._prover.start(self._change_over, member)
-        if chosen:
-            self.usable_changed()
-
-    def _is_held_back(self, peer: str) -> bool:
-        return self.coverage.current is not None and self.coverage.is_usable(peer, self.coverage.current)
+    def start_change_over(self, member: Member) -> None:
+        self._prover.start(self._change_over, member)
 
     async def _change_over(self, member: Member) -> None:
         await self._answered()
@@ -325,38 +263,18 @@ class Placer:
         await self._engine.step_boundary()
         await self._repeating.answered()
 
-    def assign(self, member: Member) -> None:
-        """Tell a worker what it should hold, if anything."""
-        peer = str(member.peer)
-        share = self.share_of(peer)
-        if share is None or not member.stream_up or member.resting:
-            return
-        member.phase, member.progress, member.progress_s = "loading", None, trio.current_time()
-        member.tell(
-            Assign(
-                term=share.term,
-                epoch=share.epoch,
-                model=self._manifest.name,
-                manifest=self._manifest.id,
-                sources=tuple(self._sources(peer)),
-                held=share.held_by(peer),
-            )
-        )
-
     # -- what the prover asks and tells -------------------------------------------------------------------------
 
     def share_of(self, peer: str) -> Placement | None:
-        """The placement whose share a worker should hold now, if it should hold any."""
-        member = self.members.by_peer.get(PeerId(peer))
-        if member is not None and member.quarantined is not None:
-            return None
-        share = self.coverage.current if peer in self._waiting else self.coverage.target
-        return share if share is not None and share.held_by(peer) else None
+        return self._shares.of(peer)
+
+    def assign(self, member: Member) -> None:
+        self._shares.assign(member)
 
     def usable_changed(self) -> None:
         """Somebody can be used, or cannot any more."""
         self._publish()
-        self._let_go()
+        self._shares.let_go()
         self._changed.set()
 
     def believed(self, member: Member, share: Placement) -> Agreement | None:
@@ -416,10 +334,7 @@ class Placer:
         self._publish()
         if wanted is not None and self.coverage.is_proven(wanted, whole=self.coverage.complete):
             self.coverage.current, self.coverage.wanted = wanted, None
-            left, self._waiting = self._waiting, set()
-            for peer in left:
-                if (member := self.members.by_peer.get(PeerId(peer))) is not None:
-                    self.assign(member)
+            self._shares.changed()
             _log.info("epoch.begun", term=wanted.term, epoch=wanted.epoch)
         self.usable_changed()
         self._inheritance.leave(self.coverage)
@@ -436,17 +351,17 @@ class Placer:
         self.coverage.refresh()
         self._remote.set_routing(
             make_routing(
-                self.coverage,
-                self.members,
-                self._classes,
-                q8_layers=self._q8_layers,
-                ask_f32=self._ask_f32,
-                partial_sums=self._settings.partial_sums,
+                self.coverage, self.members, self._classes,
+                q8_layers=self._q8_layers, ask_f32=self._ask_f32, partial_sums=self._settings.partial_sums,
             )
-        )
+        )  # fmt: skip
         self._tell_changed()
 
     # -- reports ------------------------------------------------------------------------------------------------
+
+    @property
+    def _shown(self) -> Placement | None:
+        return self.coverage.current or self.coverage.wanted
 
     def outline(self, without: str | None) -> Outline:
         """The model and the workers that are here, but for one, without their names."""
@@ -455,37 +370,28 @@ class Placer:
 
     def describe(self) -> PlacementReport | None:
         """The placement that serves, or is prepared, on the workers as they are now; None if there is none."""
-        placement = self.coverage.current or self.coverage.wanted
-        return None if placement is None else self._specs.describe(placement)
+        return None if self._shown is None else self._specs.describe(self._shown)
 
     def wrong_outputs(self) -> tuple[str, ...]:
         """The output ranks on workers that are not right for them, as sentences."""
-        placement = self.coverage.current or self.coverage.wanted
-        return () if placement is None else self._specs.wrong_outputs(placement)
+        return () if self._shown is None else self._specs.wrong_outputs(self._shown)
 
     def without(self, peer: str) -> Loss | None:
         """What the loss of a peer would cost; None if there is no placement."""
-        placement = self.coverage.current or self.coverage.wanted
-        return None if placement is None else self._specs.without(placement, peer)
+        return None if self._shown is None else self._specs.without(self._shown, peer)
 
 
-def _may_hold(member: Member) -> bool:
-    return not member.draining and member.quarantined is None
+def _place_sparing(
+    own: str, specs: Sequence[WorkerSpec], attempt: Callable[[list[WorkerSpec]], Placement]
+) -> Placement:
+    """A placement on others than this node, which has enough to do as a leader, or on it, too, if it must be.
 
-
-def _hard(spec: WorkerSpec) -> tuple[object, ...]:
-    """What the hard rules of placement look at; a worker that drains is told apart elsewhere."""
-    return spec.budget_bytes, spec.host, spec.tier, spec.fitness
-
-
-def _failing_since(member: Member, now: float) -> float | None:
-    """Since when a worker fails, or should have made progress; None: all is well."""
-    if member.failing_since_s is not None:
-        return member.failing_since_s
-    stalled = member.progress_s + STALLED_S
-    return stalled if member.phase == "loading" and now > stalled else None
-
-
-def _lacks(placement: Placement, there: Collection[str]) -> bool:
-    """Whether some expert has no holder among those."""
-    return any(not any(p in there for p in peers) for holders in placement.holders.values() for peers in holders)
+    Raises PlacementImpossible as `attempt` does.
+    """
+    others = [spec for spec in specs if spec.peer != own]
+    try:
+        return attempt(apart(others))
+    except PlacementImpossible:
+        if len(others) == len(specs):
+            raise
+        return attempt(apart(specs))

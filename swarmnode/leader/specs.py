@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from scheduler.placement import LayerSpec, Placement, WorkerSpec
 from scheduler.placement_report import Loss, PlacementReport, describe, without, wrong_outputs
+from scheduler.settling import STALLED_S, Present
 from swarmnode.leader.members import Member, Members
 from swarmnode.leader.publishing import numeric_class
 from swarmnode.net.interface import PeerId
 
 RTT_MS_MIN: Final = 4.0  # below, on one local network, it is the processes that take the time
+
+
+@dataclass(frozen=True, slots=True)
+class RollCall:
+    """Who is there at an instant, and since when holders are lost; in how many seconds somebody counts again."""
+
+    present: dict[str, Present]
+    lost_since_s: dict[str, float]
+    again_s: float
 
 
 class Specs:
@@ -40,6 +50,21 @@ class Specs:
             draining=member.draining,
         )
 
+    def roll_call(self, holders: frozenset[str], now: float) -> RollCall:
+        """Who can be counted on. A holder that fails, or makes no progress, counts as lost."""
+        lost = {str(peer): m.lost_s for peer, m in self._members.by_peer.items() if m.lost_s is not None}
+        present: dict[str, Present] = {}
+        again_s = math.inf
+        for member in self._members.present():
+            peer, failing_since_s = str(member.peer), _failing_since(member, now)
+            if peer in holders and failing_since_s is not None:
+                lost[peer] = failing_since_s
+            elif peer in holders or member.excluded_until_s <= now:
+                present[peer] = Present(member.joined_s, may_hold(member), member.hello.measuring)
+            else:
+                again_s = min(again_s, member.excluded_until_s - now)
+        return RollCall(present, lost, again_s)
+
     def describe(self, placement: Placement) -> PlacementReport:
         """A placement on the members as they are now."""
         names = {str(peer): member.name for peer, member in self._members.by_peer.items()}
@@ -64,6 +89,23 @@ class Specs:
         """What is assumed of a worker that has not computed anything yet: it is like the others."""
         rates = sorted(rate for member in self._members.present() if (rate := _rate(member)) is not None)
         return rates[len(rates) // 2] if rates else None
+
+
+def hard_facts(spec: WorkerSpec) -> tuple[object, ...]:
+    """What the hard rules of placement look at; a worker that drains is told apart elsewhere."""
+    return spec.budget_bytes, spec.host, spec.tier, spec.fitness
+
+
+def may_hold(member: Member) -> bool:
+    return not member.draining and member.quarantined is None
+
+
+def _failing_since(member: Member, now: float) -> float | None:
+    """Since when a worker fails, or should have made progress; None: all is well."""
+    if member.failing_since_s is not None:
+        return member.failing_since_s
+    stalled = member.progress_s + STALLED_S
+    return stalled if member.phase == "loading" and now > stalled else None
 
 
 def _rate(member: Member) -> float | None:
