@@ -16,6 +16,7 @@ from capabilities.certificates import Mandate
 from scheduler import exchange
 from scheduler.answer import Answer
 from scheduler.attempts import AttemptEffect, Attempts, Deliver, Leading, Submit
+from scheduler.audits import Audits
 from scheduler.batching import Batcher
 from scheduler.dispatch import Plan
 from scheduler.exchange import Exchange, Share
@@ -26,7 +27,9 @@ from scheduler.term_guard import TermGuard, UncertifiedTerm
 from scheduler.text_stream import TextStream
 from tests.simulator import dispatching
 from tests.simulator.__main__ import RECOVERY_S_P99_MAX
+from tests.simulator.placer import Placer
 from tests.simulator.runner import Report, run
+from tests.simulator.stays import Stay
 from tests.simulator.toy import F32
 from tests.simulator.whole import WholeParts, simulate_whole
 from tests.test_simulator import ObeysBareTerms, ObeysBeforeStoring, SendsBeforeStoring
@@ -161,6 +164,12 @@ def _forgets_text(begin: Any) -> Any:
     return broken
 
 
+def _share_of_anybody(placer: Placer, peer: str) -> Any:
+    """Placer.share_of that does not look at verdicts."""
+    share = placer.coverage.target
+    return share if share is not None and share.held_by(peer) else None
+
+
 Patch = tuple[Any, str, Any]
 ARRIVAL: Patch = (Exchange, "_settle", _settle_in_order(Exchange._settle))
 
@@ -198,3 +207,17 @@ def test_a_planted_bug_is_found(
         monkeypatch.setattr(owner, name, broken)
     outcomes = (simulate_whole(seed, parts) for seed in range(100))
     assert any(outcome.breach is not None and breach in outcome.breach for outcome in outcomes)
+
+
+@pytest.mark.parametrize(
+    "patches",
+    [
+        pytest.param([(Audits, "adopt", lambda audits, records: None)], id="forgotten"),
+        pytest.param([(Stay, "may_hold", True), (Placer, "share_of", _share_of_anybody)], id="ignored"),
+    ],
+)
+def test_a_quarantine_that_is_not_kept_is_found(patches: list[Patch], monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name, broken in patches:
+        monkeypatch.setattr(owner, name, broken)
+    outcomes = (simulate_whole(seed) for seed in range(34, 134))  # the first has one, which few have
+    assert any(outcome.breach is not None and "trusted" in outcome.breach for outcome in outcomes)

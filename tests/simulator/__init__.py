@@ -10,7 +10,7 @@ and `swarm.py` what must be true again soon after everything has healed.
     host       one machine: clock, disk, and the behaviours that run on it
     nemesis    what goes wrong; harm is what goes wrong in whole swarms besides
     forger     what strangers invent
-    checks     what must hold of terms, votes and orders; answers, of tokens and layers
+    checks     what must hold of terms, votes, orders and quarantines; answers, of tokens and layers
     runner     many runs, resumable: python -m tests.simulator --seeds 20000 --resume FILE
 
 A run of elections alone, which is cheap and so rough that little else would get done:

@@ -50,6 +50,10 @@ class Checks:
         self._obeyed: dict[str, int] = {}  # worker -> newest term that it obeyed
         self._led: dict[int, tuple[str, int]] = {}  # term -> (leader, its boot)
         self._leading: dict[str, _Leading] = {}
+        self.wrong: set[str] = set()  # workers that have ever computed another function
+        self.convictions = 0
+        self._convicted: dict[int, set[str]] = {}  # term -> whom its leader may not trust
+        self._left: dict[bytes, set[str]] = {}  # record -> whom its reader may not trust
 
     # -- what is sent -------------------------------------------------------------------------------------------
 
@@ -165,6 +169,34 @@ class Checks:
     def refused(self, worker: str, leader: str, term: int) -> None:
         """A worker refused an order."""
         self.refusals += 1
+
+    # -- who is trusted -----------------------------------------------------------------------------------------
+
+    def convicted(self, term: int, worker: str) -> None:
+        """A leader quarantined a worker."""
+        if worker not in self.wrong:
+            raise Breach(f"convicted: {worker} has never computed another function")
+        self._convicted.setdefault(term, set()).add(worker)
+        self.convictions += 1
+
+    def left(self, term: int, record: bytes) -> None:
+        """The leader of a term left a record to its successors."""
+        if convicted := self._convicted.get(term):
+            self._left[record] = set(convicted)
+
+    def inherits(self, term: int, record: bytes) -> None:
+        """The leader of a term begins with a record."""
+        self._convicted.setdefault(term, set()).update(self._left.get(record, ()))
+
+    def trusted(self, term: int, worker: str) -> None:
+        """A leader gave a worker a share, or work."""
+        if worker in self._convicted.get(term, ()):
+            raise Breach(f"trusted: the leader of term {term} goes on with {worker}, which is quarantined")
+
+    def released(self, worker: str) -> None:
+        """The owner took a quarantine back."""
+        for convicted in (*self._convicted.values(), *self._left.values()):
+            convicted.discard(worker)
 
     def forgot(self, worker: str) -> None:
         """A worker boots without its file: it never had one, or the disk tore it."""

@@ -87,6 +87,7 @@ class Harm(Nemesis):
             health.budget_bytes = self._whole.draw_budget()
         if self._random.random() < 0.2 and health.mischief is Mischief.NOTHING:
             health.mischief = Mischief.WRONG
+            self._whole.checks.wrong.add(name)
             self._world.note(f"{name} is bad from now on: {health.mischief}")
         self._bring_down(host, 2.0)
 
@@ -121,6 +122,8 @@ class Harm(Nemesis):
         for health in self._whole.machines.health.values():
             health.mischief = Mischief.NOTHING
         super()._end()
+        for name in sorted(self._whole.checks.wrong):
+            self._whole.release(name)
 
 
 class ForgedDispatches:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from capabilities.agreement import Agreement
 from capabilities.errors import PeerMistake, SwarmError
+from scheduler.audits import Audits
 from scheduler.election_state import DamagedState, seal, unseal
 from scheduler.placement import Placement
 from scheduler.placement_record import PlacementRecord
@@ -40,13 +41,15 @@ class Keeper:
 
     def __init__(self, host: Host, member: Member) -> None:
         self.newest: PlacementRecord | None = None
+        self.data = b""  # the same
         self._host = host
         self._member = member
         self._writing = False
 
     def start(self) -> None:
         try:
-            self.newest = PlacementRecord.from_bytes(unseal(self._host.disk.files[FILE]))
+            self.data = unseal(self._host.disk.files[FILE])
+            self.newest = PlacementRecord.from_bytes(self.data)
         except (KeyError, DamagedState, PeerMistake):
             self.newest = None
 
@@ -61,7 +64,7 @@ class Keeper:
         """A record of the leader that is obeyed. While one is written, others are left out: they come again."""
         record = PlacementRecord.from_bytes(data)
         if not self._writing and (self.newest is None or record.name >= self.newest.name):
-            self.newest, self._writing = record, True
+            self.newest, self.data, self._writing = record, data, True
             self._host.disk.write(FILE, seal(data), self._written)
 
     def _written(self) -> None:
@@ -69,11 +72,12 @@ class Keeper:
 
 
 class Inheritance:
-    """Of one leadership. `record`: what it starts from. `keep` gets what it leaves."""
+    """Of one leadership. `record`: what it starts from. `keep` gets what it leaves. audits: what they came to."""
 
-    def __init__(self, record: PlacementRecord | None, keep: Callable[[bytes], None]) -> None:
+    def __init__(self, record: PlacementRecord | None, keep: Callable[[bytes], None], audits: Audits) -> None:
         self.record = record
         self._keep = keep
+        self._audits = audits
         self._spent: set[str] = set()  # whose verdict has been used
 
     def believes(self, stay: Stay, share: Placement) -> bool:
@@ -91,4 +95,5 @@ class Inheritance:
         current = coverage.current
         if current is not None:
             serving = [peer for peer, placement in coverage.answering.items() if placement is current]
-            self._keep(PlacementRecord(MANIFEST, current, dict.fromkeys(serving, ALIKE)).to_bytes())
+            proven, audits = dict.fromkeys(serving, ALIKE), self._audits.records()
+            self._keep(PlacementRecord(MANIFEST, current, proven, audits=audits).to_bytes())

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from capabilities.errors import NoLeader, NotReady, SwarmError
+from scheduler.audits import Audits
 from scheduler.election_state import LeaderChanged
 from scheduler.requests import Effect, FailedEffect, FinishedEffect, TokenEffect
+from tests.simulator.checks import Checks
 from tests.simulator.dispatching import Dispatching
 from tests.simulator.election import BackbonePeer
 from tests.simulator.engine import Engine, Patience
@@ -42,6 +44,8 @@ class Leading:
         parts: Any,
         patience: Patience,
         keeper: Keeper,
+        checks: Checks,
+        released: Callable[[str], int],
         *,
         own_copy: bool,
     ) -> None:
@@ -56,6 +60,8 @@ class Leading:
         self._parts = parts
         self._patience = patience
         self._keeper = keeper
+        self._checks = checks
+        self._released = released
         self._record: Record | None = None  # that this leadership leaves
         self._own_copy = own_copy
         self._prompts: dict[str, _Prompt] = {}
@@ -75,6 +81,7 @@ class Leading:
         self.host.after(COVER_S, self._look)
 
     def _keep_record(self, data: bytes) -> None:
+        self._checks.left(self.term, data)
         self._record = Record(self.term, data)
         self._keeper.keep(data)
 
@@ -88,8 +95,15 @@ class Leading:
         self.term = term
         self._dispatching.reset()
         self.engine = Engine(self.host, self._dispatching, self._deliver, self._parts.batcher, self._patience)
-        inheritance = Inheritance(self._keeper.newest, self._keep_record)
-        self.placer = Placer(self.host, term, self._experts, self._dispatching, inheritance, own_copy=self._own_copy)
+        audits, record = Audits(bytes(16)), self._keeper.newest  # nobody here guesses at the secret
+        if record is not None:
+            audits.adopt(record.audits)
+            self._checks.inherits(term, self._keeper.data)
+        inheritance = Inheritance(record, self._keep_record, audits)
+        self.placer = Placer(
+            self.host, term, self._experts, self._dispatching, inheritance, audits, self._checks, self._released,
+            own_copy=self._own_copy,
+        )  # fmt: skip
         self.placer.changed = self.engine.rerouted
         self._dispatching.failed = self.placer.prover.failed
         self._dispatching.rates = self.placer.rate

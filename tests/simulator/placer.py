@@ -1,7 +1,8 @@
-"""Which worker holds what, and when an epoch begins: decide, assign, load, probe, begin. As swarmnode/leader/placer.py.
+"""Which worker holds what, and when an epoch begins: decide, assign, load, probe, begin.
 
-The decisions are `scheduler/settling.py`'s and `scheduler/placing.py`'s. A worker without room for both its old share
-and the new one lets go of the old one first: one after another, as long as others hold what it held.
+As swarmnode/leader/placer.py and shares.py. The decisions are `scheduler/settling.py`'s and `scheduler/placing.py`'s. A
+worker without room for both its old share and the new one lets go of the old one first: one after another, as long as
+others hold what it held.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from scheduler.audits import Audits, Change
 from scheduler.dispatch import LayerRouting
 from scheduler.placement import LayerSpec, Placement, PlacementImpossible, WorkerSpec
 from scheduler.placing import place
 from scheduler.settling import Present, decide, exclusion_s
+from tests.simulator.checks import Checks
 from tests.simulator.coverage import Coverage, lacks
 from tests.simulator.dispatching import Dispatching
 from tests.simulator.host import Host
@@ -38,9 +41,13 @@ class Placer:
         experts: Experts,
         dispatching: Dispatching,
         inheritance: Inheritance,
+        audits: Audits,
+        checks: Checks,
+        released: Callable[[str], int],
         *,
         own_copy: bool,
     ) -> None:
+        """audits: with what was inherited. released: the owner's newest release of a peer."""
         self.changed: Callable[[], None] = lambda: None
         self.stays = Stays(host, self)
         self.coverage = Coverage(self.stays, own_copy=own_copy, joined_epochs=not dispatching.sums)
@@ -55,6 +62,9 @@ class Placer:
         self._due = math.inf
         self._started = host.now()
         self._inheritance = inheritance
+        self._audits = audits
+        self._checks = checks
+        self._released = released
         if inheritance.record is not None:
             self._epoch = 1
             self.coverage.current = replace(inheritance.record.placement, term=term, epoch=1)
@@ -76,6 +86,8 @@ class Placer:
     # -- events -------------------------------------------------------------------------------------------------
 
     def joined(self, stay: Stay) -> None:
+        self._audits.release(stay.peer, self._released(stay.peer))
+        stay.quarantined = self._audits.held(stay.peer).quarantined
         if self.share_of(stay.peer) is not None:
             self._considered.setdefault(stay.peer, stay.spec())  # of a placement that was inherited
         self.assign(stay)
@@ -121,7 +133,7 @@ class Placer:
             if stay.peer in holders and stay.failing_since_s is not None:
                 lost[stay.peer] = stay.failing_since_s
             elif stay.peer in holders or stay.excluded_until_s <= now:
-                present[stay.peer] = Present(stay.joined_s, not stay.draining)
+                present[stay.peer] = Present(stay.joined_s, stay.may_hold)
             else:
                 again_s = min(again_s, stay.excluded_until_s - now)
         decision = decide(
@@ -151,12 +163,13 @@ class Placer:
 
     def _is_outdated(self, peer: str) -> bool:
         before, stay = self._considered.get(peer), self.stays.by_peer[peer]
-        return before is not None and before.budget_bytes != stay.hello.budget_bytes
+        now = stay.spec()
+        return before is not None and (before.budget_bytes, before.fitness) != (now.budget_bytes, now.fitness)
 
     def _give_up(self, peers: list[str], now: float) -> None:
         for peer in peers:
             stay = self.stays.by_peer.get(peer)
-            if stay is not None and stay.up and not stay.draining:
+            if stay is not None and stay.up and stay.may_hold:
                 stay.given_up += 1
                 stay.excluded_until_s = now + exclusion_s(stay.given_up)
                 stay.failing_since_s, stay.failures = None, 0
@@ -219,6 +232,9 @@ class Placer:
 
     def share_of(self, peer: str) -> Placement | None:
         """The placement whose share a worker should hold now, if it should hold any."""
+        stay = self.stays.by_peer.get(peer)
+        if stay is not None and stay.quarantined:
+            return None
         share = self.coverage.current if peer in self._waiting else self.coverage.target
         return share if share is not None and share.held_by(peer) else None
 
@@ -227,6 +243,7 @@ class Placer:
         share = self.share_of(stay.peer)
         if share is not None and stay.up and not stay.resting:
             stay.loaded = None
+            self._checks.trusted(self._term, stay.peer)
             stay.stream.send(Assign(share.term, share.epoch, share.held_by(stay.peer)))
 
     def usable_changed(self) -> None:
@@ -241,6 +258,25 @@ class Placer:
 
     def spend(self, stay: Stay) -> None:
         self._inheritance.spend(stay)
+
+    def found_wrong(self, stay: Stay) -> None:
+        """The probe found rows of another function: as a wrong audit."""
+        if Change.QUARANTINED in self._audits.found_wrong(stay.peer):
+            self._host.world.note(f"{self._host.name} quarantines {stay.peer}")
+            stay.quarantined = True
+            self._checks.convicted(self._term, stay.peer)
+            self.usable_changed()
+            self._inheritance.leave(self.coverage)
+
+    def owner_released(self, peer: str) -> None:
+        """It is as a new one."""
+        stay = self.stays.by_peer.get(peer)
+        if self._audits.release(peer, self._released(peer)) and stay is not None and stay.quarantined:
+            stay.quarantined = False
+            stay.excluded_until_s, stay.given_up = -math.inf, 0
+            stay.failing_since_s, stay.failures = None, 0
+            self.assign(stay)
+            self._decide_in(0.0)
 
     def proven(self) -> None:
         """Begin the wanted epoch once all its workers have proven it, or, where the present one falls short, one for
@@ -270,6 +306,8 @@ class Placer:
         """The routing by who is usable now; None if nothing serves."""
         coverage = self.coverage
         coverage.refresh()
+        for peer in coverage.answering:
+            self._checks.trusted(self._term, peer)
         speeds = {peer: self.stays.speed(peer) for peer in coverage.answering}
         there = {peer for each in coverage.holders.values() for peers in each for peer in peers}
         away = there - coverage.answering.keys()

@@ -29,6 +29,7 @@ class Owner(Protocol):
     def proven(self) -> None: ...
     def believes(self, stay: Stay, share: Placement) -> bool: ...
     def spend(self, stay: Stay) -> None: ...
+    def found_wrong(self, stay: Stay) -> None: ...
 
 
 class Prover:
@@ -106,6 +107,8 @@ class Prover:
 
     def _probed(self, stay: Stay, share: Placement, pairs: list[tuple[F32, F32]]) -> None:
         if not all(within_tolerance(compare(actual, expected), frozenset()) for expected, actual in pairs):
+            if all(np.isfinite(actual).all() for _, actual in pairs):  # else the daemon's link refuses the answer
+                self._owner.found_wrong(stay)
             self._failed(stay, "it computes another function")
             return
         if stay.up and not stay.silent:

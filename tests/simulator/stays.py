@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from capabilities.verdict import Fitness
 from scheduler.dispatch import RowRate
 from scheduler.layer_cost import PeerSpeed
 from scheduler.liveness import PING_INTERVAL_S, TICK_S, FailureDetector, PeerState
@@ -44,17 +45,25 @@ class Stay:
     given_up: int = 0
     excluded_until_s: float = -math.inf
     rate: RowRate = field(default_factory=RowRate)
+    quarantined: bool = False
+
+    @property
+    def may_hold(self) -> bool:
+        return not self.draining and not self.quarantined
 
     def is_usable(self, placement: Placement) -> bool:
         """Whether it has proven a placement's share and answers."""
         proven = (placement.term, placement.epoch) in self.proven
-        return proven and self.up and not self.silent and self.link_up
+        return proven and self.up and not self.silent and self.link_up and not self.quarantined
 
     def spec(self) -> WorkerSpec:
         """What is known of it for placing."""
         hello = self.hello
         kind = hello.numeric_class or None
-        return WorkerSpec(self.peer, hello.budget_bytes, hello.host, numeric_class=kind, draining=self.draining)
+        fitness: Fitness = "quarantined" if self.quarantined else "fit"
+        return WorkerSpec(
+            self.peer, hello.budget_bytes, hello.host, numeric_class=kind, draining=self.draining, fitness=fitness
+        )
 
 
 class Owner(Protocol):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from scheduler.attempts import Attempts
 from scheduler.batching import Batcher
@@ -46,6 +48,7 @@ class Machines:
 
     health: dict[str, Health] = field(default_factory=dict)
     have_file: frozenset[str] = frozenset()  # backbone peers with the model's own file
+    releases: Counter[str] = field(default_factory=Counter)  # by the owner
 
 
 class WholeSwarm(Swarm):
@@ -75,7 +78,9 @@ class WholeSwarm(Swarm):
             health[name] = Health(self.draw_budget(), kind, machine)
         self.make_room()
         if random.random() < 0.2:
-            health[random.choice(self.volunteers)].mischief = Mischief.WRONG
+            name = random.choice(self.volunteers)
+            health[name].mischief = Mischief.WRONG
+            self.checks.wrong.add(name)
         self.machines.have_file = frozenset(name for name in self.backbone if random.random() < 0.2)
 
     def draw_budget(self) -> int:
@@ -88,6 +93,15 @@ class WholeSwarm(Swarm):
             health["W1"].budget_bytes = 2 * MODEL_BYTES
             if "W1" in self.hosts and self.hosts["W1"].up:
                 self.hosts["W1"].crash()  # its daemon starts again with it
+
+    def release(self, worker: str) -> None:
+        """The owner takes back what leaders hold of a worker."""
+        self.machines.releases[worker] += 1
+        self.checks.released(worker)
+        for name in self.backbone:
+            leading = self.hosts[name].behaviours.get("members")
+            if isinstance(leading, Leading) and leading.placer is not None:
+                self.hosts[name].do(partial(leading.placer.owner_released, worker))
 
     def _behaviours(self, host: Host) -> list[Behaviour]:
         member = Member(host, self.parts, self.checks)
@@ -102,7 +116,10 @@ class WholeSwarm(Swarm):
             dispatching.replaced = self.answers.took_over
             own_copy = host.name in self.machines.have_file
             keeper = Keeper(host, member)
-            leading = Leading(peer, dispatching, self.experts, self.parts, self.patience, keeper, own_copy=own_copy)
+            leading = Leading(
+                peer, dispatching, self.experts, self.parts, self.patience, keeper, self.checks,
+                self.machines.releases.__getitem__, own_copy=own_copy,
+            )  # fmt: skip
             leading.reaches = self.reaches
             built += [Orders(peer, tuple(self.hosts)), keeper, dispatching, leading, Prompts(leading), peer]
         if host.name in self.askers:
