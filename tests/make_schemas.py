@@ -59,7 +59,7 @@ INTEGERS: Final = re.compile(
     r"|streams_\w+|connections_\w+|handshakes_\w+|peer_mistakes|handler_errors|junk_connections|hellos_refused|dispatches"
     r"|rows|refused|computed|pid|seed|workers|rounds|threads_per_process|experts_used|mixed|context_length|moe_layers"
     r"|min_copies|experts_held|held|expert|flips\w*|positions\w*|prompts|choices|token|length|first_layer|flipped|wire"
-    r"|audits_\w+|sequence|keep|asked_at|restarts|uses|used|expires_at_s|issued_at_s|at_s|version_number|quorum|rotation"
+    r"|audits_\w+|sequence|keep|restarts|uses|used|expires_at_s|issued_at_s|at_s|version_number|quorum|rotation"
     r"|released|forgotten|new|forks\w*|first_differences|first_difference|\w*_tokens|last_at_s|identical_answers)"
 )
 TEXTS: Final = frozenset(("backends[].error", "levels[].tolerance"))
@@ -79,7 +79,9 @@ EXACT: Final[dict[str, Any]] = {
     "peers[].dispatches_per_s": "number?", "requests[].mixed_classes": "boolean?",
     "requests[].completion_tokens": "integer?", "swarm.token_hash": "string?", "swarm.reason": "string?",
     "undivided.token_hash": "string?", "undivided.reason": "string?", "undivided.completion_tokens": "integer?",
-    "without.token_ms_before": "number", "without.bytes_to_move": "integer?", "without.peer_id": "string",
+    "without.token_ms_before": "number", "without.token_ms_after": "number?",
+    "requests[].asked_at": "number", "asked_at": "number",
+    "without.bytes_to_move": "integer?", "without.peer_id": "string",
     "placement: mixed_classes": "integer", "layers_ms_now": "number?", "predicted.tokens_per_s_max": "number?",
     "offer.accumulates_f32": "boolean", "bytes_per_token_per_layer.out": "number",
     "backbone list: version": "integer", "backbone add: version": "integer", "backbone remove: version": "integer",

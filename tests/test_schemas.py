@@ -26,6 +26,17 @@ def test_a_wrong_answer_is_found(answer: object, wrong: str) -> None:
         conforms("status", answer)
 
 
+def test_times_have_fractions() -> None:
+    conforms("requests", {"requests": [{"asked_at": 1.5}]})
+    conforms("verify", {"asked_at": 1.5})
+    conforms("placement", {"without": {"token_ms_after": 1.5}})
+
+
+def test_a_group_that_is_a_command_itself_has_a_schema() -> None:
+    assert schema_of_command("peer") == schema_of_command("peer show")
+    assert schema_of_command("audit") == schema_of_command("audit show")
+
+
 def test_an_error_is_an_answer_of_every_command() -> None:
     for name in commands():
         conforms(name, {"error": NoDaemon("no daemon").to_json()})

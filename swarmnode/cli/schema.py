@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib import resources
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -24,6 +24,8 @@ ERROR: dict[str, Any] = {
         }
     },
 }
+SHORT: Final = {"peer": "peer show", "audit": "audit show"}
+"""As people write them: `swarmctl peer NAME`, `swarmctl audit`."""
 
 
 def commands() -> list[str]:
@@ -38,6 +40,7 @@ def schema_of_command(command: str) -> dict[str, Any]:
     Raises:
         UsageError: there is none of that name.
     """
+    command = SHORT.get(command, command)
     if command not in commands():
         hint = f"There are: {', '.join(commands())}."
         raise UsageError(f"there is no schema of {command!r}", hint=hint)
