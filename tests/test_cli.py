@@ -395,6 +395,11 @@ def test_status_of_another_version_still_shows(run: Run, monkeypatch: pytest.Mon
         assert "not ready" in out
 
 
+def test_status_says_once_that_the_swarm_is_not_ready(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "STATUS", {"ready": False, "reason": "the swarm is not ready: 3 experts wait"})
+    assert "swarm        not ready: 3 experts wait" in run("status")[1]
+
+
 def test_models(run: Run, fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "demo" in run("model", "list")[1]
     assert json.loads(run("model", "list", "--json")[1])["models"][0]["name"] == "demo"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from scheduler.advert_findings import FindingKind
+from swarmnode.cli.doctor import _print
 from swarmnode.doctor.facts import (
     Disk,
     Facts,
@@ -196,3 +197,13 @@ def test_the_checks_are_documented() -> None:
     assert [name for name, _ in CHECKS] == [
         code for code in first_codes(section("status.md", "`swarmctl doctor --json`")) if code in dict(CHECKS)
     ]
+
+
+def test_the_reason_stands_once_and_long_lines_keep_their_place(capsys: pytest.CaptureFixture[str]) -> None:
+    waits = "the swarm is not ready: it waits for " + "attic, " * 20
+    report = diagnose(status(ready=False, reason=waits))
+    _print({**report, "mended": []})
+    shown = capsys.readouterr().out
+    assert shown.count("the swarm is not ready") == 1
+    at = shown.index("the swarm is not ready")
+    assert all(line.startswith("      ") for line in shown[at:].split("Nothing")[0].splitlines()[1:])

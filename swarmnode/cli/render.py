@@ -65,7 +65,8 @@ def status_view(status: Mapping[str, Json], *, live: bool = False) -> Renderable
 def verdict(status: Mapping[str, Json]) -> Text:
     """Ready, or why not."""
     ready = status.get("ready") is True
-    words = "ready" if ready else f"not ready: {plain(status.get('reason') or 'no reason given')}"
+    reason = plain(status.get("reason") or "no reason given").removeprefix("the swarm is not ready: ")
+    words = "ready" if ready else f"not ready: {reason}"
     return Text(words, style="bold green" if ready else "bold yellow")
 
 

@@ -177,9 +177,9 @@ def ready(facts: Facts) -> Found:
         return _NO_DAEMON
     if status.get("ready") is True:
         return []
-    return [
-        Problem("warn", f"the swarm is not ready: {status.get('reason')}", "`swarmctl status` shows what it lacks.")
-    ]
+    prefix = "the swarm is not ready: "  # the leader's own reasons begin so
+    reason = str(status.get("reason")).removeprefix(prefix)
+    return [Problem("warn", prefix + reason, "`swarmctl status` shows what it lacks.")]
 
 
 # -- what they share ---------------------------------------------------------------------------------------------------
