@@ -13,7 +13,7 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
                       their answers hold
     handlers, status  what swarmctl may ask of a daemon (control, control_client: the socket in between;
                       status_service: between nodes, mesh: what adverts add;
-                      explaining: one peer)
+                      explaining: one peer; swarm_answers: in a swarm)
     api               the same over HTTP, for OpenAI's clients, pages and monitors
     models            the models that this node knows; model_check judges one before it is added
     model_keeper      fetches the one that the swarm serves; model_choice says which one a leader serves
@@ -26,6 +26,7 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
     compute                                             the expert backend that the configuration names
     machine_parts                                       all that a daemon has of its machine
     availability                                        power, network, use of the machine: whether to work now
+    draining                                            what follows, or what the user asks: letting go of experts
     measuring, measure_child, measured                  what it really does: asked of its kernels, in a child process
     self_description                                    what this node's advert says
     config, paths, logs, identity, durable, threads     what a daemon has on its machine (config_sections, printable,

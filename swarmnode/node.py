@@ -163,10 +163,10 @@ class Node:
     async def status(self) -> Mapping[str, Any]:
         if self._participant is None:
             return self._alone()
-        return await self._participant.status()
+        return await self._participant.answers.status()
 
     def counters(self) -> Mapping[str, Any]:
-        return {"network": None, "worker": None} if self._participant is None else self._participant.counters()
+        return {"network": None, "worker": None} if self._participant is None else self._participant.answers.counters()
 
     def _alone(self) -> Status:
         """Outside of a swarm, or on the way into one."""
@@ -198,13 +198,13 @@ class Node:
         }
 
     async def placement(self, without: str | None) -> Mapping[str, Any]:
-        return await self._need_part().placement(without)
+        return await self._need_part().answers.placement(without)
 
     async def outline(self) -> Mapping[str, Any]:
-        return await self._need_part().outline()
+        return await self._need_part().answers.outline()
 
     async def peer(self, name: str) -> Mapping[str, Any]:
-        return await self._need_part().peer(name)
+        return await self._need_part().answers.peer(name)
 
     async def drain(self, on: bool) -> Mapping[str, Any]:
         return await self._need_part().drain(on)
@@ -220,7 +220,7 @@ class Node:
             raise UsageError("this node is not in the backbone, and only its peers lead with a model", hint=hint)
 
     def active_model(self) -> str | None:
-        return None if self._participant is None else self._participant.active_model()
+        return None if self._participant is None else self._participant.answers.active_model()
 
     def models_changed(self) -> None:
         if self._participant is not None:

@@ -12,22 +12,23 @@ worker       experts: assigned, loaded, computed                         worker/
 comparing    what other members have computed here, to compare           comparing/service.py
 candidate    whether this node may lead, and with which model            candidate.py
 leader       while it does                                               leader/service.py
+answers      what commands and members are told                          swarm_answers.py
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Final
 
 import structlog
 import trio
 
 from backends.manifest import Manifest
-from capabilities.advert_content import Phase, Policy, Role
+from capabilities.advert_content import Phase, Role
 from capabilities.certificates import Mandate
-from capabilities.errors import PeerMistake, SwarmError, UsageError
+from capabilities.errors import PeerMistake, SwarmError
 from capabilities.held_experts import HeldExperts
 from capabilities.membership_certificate import MembershipCertificate
 from scheduler.placement_record import PlacementRecord
@@ -41,7 +42,7 @@ from swarmnode.comparing.asking import Asking
 from swarmnode.comparing.service import CompareService
 from swarmnode.comparing.work import Work
 from swarmnode.config import Config
-from swarmnode.explaining import Known, explain, find_peer
+from swarmnode.draining import Draining
 from swarmnode.identity import Identity
 from swarmnode.leader.protocols import LeaderProtocols
 from swarmnode.leader.service import Leader
@@ -58,8 +59,8 @@ from swarmnode.shards.borrowing import Borrowing
 from swarmnode.shards.pace import Pace
 from swarmnode.shards.service import ShardService
 from swarmnode.shards.serving import Serving
-from swarmnode.status import LeaderStatus, Status, counters
-from swarmnode.status_service import NodeStatus, ask_leader, placement_request, serve_status
+from swarmnode.status import Status
+from swarmnode.status_service import serve_status
 from swarmnode.swarm.admission import AdmissionService
 from swarmnode.swarm.advert_node import OpenDht, SwarmAdverts, open_swarm_adverts
 from swarmnode.swarm.commands import RunningSwarm
@@ -67,6 +68,7 @@ from swarmnode.swarm.joining import renew
 from swarmnode.swarm.members_only import MembersOnly
 from swarmnode.swarm.store import SwarmStore
 from swarmnode.swarm.verdicts import Verdicts
+from swarmnode.swarm_answers import SwarmAnswers
 from swarmnode.worker.service import Worker
 
 _log = structlog.get_logger(__name__)
@@ -98,7 +100,6 @@ class Participant:
         self._store = store
         self._parts = parts
         self._open_dht = open_dht
-        self._draining = False
         self._adverts: SwarmAdverts | None = None
         self.members_only = MembersOnly(network, self._is_member)
         self.dialer = Dialer(network, self._addresses_of, on_reached=self._reached, on_unreached=self._unreached)
@@ -108,26 +109,17 @@ class Participant:
         self.watch = LeaderWatch(network, store, self.dialer, self.leadership)
         self.asker = FollowingAsker(network, self.watch)
         self.worker = Worker(
-            network,
-            self.watch,
-            self._hello,
-            parts.cache,
-            parts.budget_bytes,
-            parts.compute.make,
+            network, self.watch, self._hello, parts.cache, parts.budget_bytes, parts.compute.make,
             config.limits.cpu_percent / 100,
-        )
+        )  # fmt: skip
         self.trunks = Trunks(config.leader, parts.threads)
         self.protocols = LeaderProtocols(network, lambda: self.watch.leader, self.members_only)
         choice = ModelChoice(parts.paths.data / "model", config.leader.model, record.swarm)
         self.candidate = Candidate(
             network, store, models, parts.cache, choice, self.trunks, self.leadership, self.watch, self._within_reach
         )
-        self.admission = AdmissionService(
-            store,
-            identity.sign,
-            addresses=self._backbone_addresses,
-            seat=self.election.vote_file,
-            outline=self._whole_outline,
+        self._draining = Draining(
+            parts.availability, self.worker, self.candidate, self._stop_leading, self._policy_changed
         )
         self.running = RunningSwarm(network, self.election.propose, self._spread)
         self.asking = Asking(network, self._addresses_of, self._other_backbone_peers)
@@ -144,7 +136,6 @@ class Participant:
             cannot_vote=lambda: self.watch.cannot_vote,
             verdict_of=self.verdicts.verdict_of,
         )
-        self._status = NodeStatus(network, self.watch, parts.facts, self._mesh, self.worker, lambda: self.watch.term)
         self._describe = SelfDescription(
             name=parts.facts.name,
             host=parts.host_in(record.swarm),
@@ -154,7 +145,18 @@ class Participant:
             memory=lambda: Memory(self.worker.bytes_held, parts.budget_bytes),
             held=self.worker.held,
             measured=lambda: parts.measuring.current,
-            policy=self._policy,
+            policy=lambda: self._draining.policy,
+        )
+        self.answers = SwarmAnswers(
+            network, store, self.watch, self.worker, self.verdicts, self._mesh, parts.facts, self.protocols,
+            leader=lambda: self.leader, adverts=lambda: self._adverts, describe=self._describe,
+        )  # fmt: skip
+        self.admission = AdmissionService(
+            store,
+            identity.sign,
+            addresses=self._backbone_addresses,
+            seat=self.election.vote_file,
+            outline=self.answers.whole_outline,
         )
 
     async def run(self) -> None:
@@ -182,12 +184,12 @@ class Participant:
             self.admission.register(self._network)
             ShardService(self._serving.find, Pace.of_mbit(self._config.limits.upload_mbit)).register(self.members_only)
             serve_pings(self._network)
-            serve_status(self.members_only, self._answer)
+            serve_status(self.members_only, self.answers.as_leader)
             CompareService(self._network, self._work, self._is_backbone).register(self.members_only)
             nursery.start_soon(self.candidate.run)
             nursery.start_soon(self._lead)
             nursery.start_soon(self._renew)
-            nursery.start_soon(self._follow_availability)
+            nursery.start_soon(self._draining.follow_availability)
             nursery.start_soon(self._measure_the_model)
 
     async def goodbye(self) -> None:
@@ -210,14 +212,9 @@ class Participant:
     @asynccontextmanager
     async def _open_adverts(self) -> AsyncIterator[SwarmAdverts]:
         async with open_swarm_adverts(
-            self._network,
-            self._store,
-            self._identity,
-            self._describe,
-            self.worker.load,
-            open_dht=self._open_dht,
-            lan=self._config.swarm.mdns,
-        ) as adverts:
+            self._network, self._store, self._identity, self._describe, self.worker.load,
+            open_dht=self._open_dht, lan=self._config.swarm.mdns,
+        ) as adverts:  # fmt: skip
             self._adverts = adverts
             self._parts.measuring.on_change(adverts.changed)
             yield adverts
@@ -379,104 +376,19 @@ class Participant:
 
     # -- what the commands need ---------------------------------------------------------------------------------
 
-    async def status(self) -> Status:
-        if self.leader is None:
-            return await self._status.view()
-        return self._status.with_own(self._leader_status(self.leader).view())
-
-    def counters(self) -> Status:
-        return counters(self._network, self.worker)
-
-    def _leader_status(self, leader: Leader) -> LeaderStatus:
-        return LeaderStatus(self._network, leader, self._parts.facts, self._mesh)
-
-    async def _answer(self, request: Mapping[str, Any]) -> Status:
-        """What another member asks this node as the leader."""
-        if self.leader is None:
-            raise self.protocols.refusal()
-        if request["kind"] == "status":
-            return self._leader_status(self.leader).view()
-        if request["kind"] == "placement":
-            return self.leader.placement(request.get("without"))
-        if request["kind"] == "outline":
-            return self.leader.outline(request.get("without"))
-        raise UsageError(f"a leader answers no request of kind {request['kind']!r}")
-
-    async def placement(self, without: str | None) -> Status:
-        request = placement_request(without)
-        if self.leader is not None:
-            return await self._answer(request)
-        return await ask_leader(self._network, self.watch, request)
-
-    async def outline(self) -> Status:
-        """The swarm without this node, in outline (outline.py)."""
-        return await self._outline({"kind": "outline", "without": str(self._network.peer_id)})
-
-    async def _whole_outline(self) -> Status:
-        """For newcomers."""
-        return await self._outline({"kind": "outline"})
-
-    async def _outline(self, request: Mapping[str, Any]) -> Status:
-        if self.leader is not None:
-            return await self._answer(request)
-        return await ask_leader(self._network, self.watch, request)
-
-    async def peer(self, name: str) -> Status:
-        status = await self.status()
-        record, heard = self._store.need(), {} if self._adverts is None else self._adverts.peers()
-        peer = find_peer(name, status, (*heard, *record.bans.by_peer, *record.releases.by_peer))
-        view, release = heard.get(peer), record.releases.by_peer.get(peer)
-        own = self._describe() if peer == self._network.peer_id else None
-        known = Known(
-            own if view is None else view.advert.content,
-            0.0 if view is None else view.silent_s,
-            self.verdicts.verdict_of(peer),
-            (0, 0) if release is None else (release.number, release.at_s),
-            record.bans.is_banned(peer),
-        )
-        return explain(peer, status, known)
-
     async def drain(self, on: bool) -> Status:
-        """Hold nothing more, and lead no longer than until another peer does, if one can; or take part again."""
-        self._draining = on
-        await self._apply_policy()
-        return {"draining": self._policy().draining}
+        return {"draining": await self._draining.drain(on)}
 
-    async def _apply_policy(self) -> None:
-        on = self._policy().draining
-        self.worker.set_draining(on)
-        self.candidate.set_draining(on)
-        if on and self.leader is not None:
+    async def _stop_leading(self) -> None:
+        if self.leader is not None:
             await self.election.hand_over()
+
+    def _policy_changed(self) -> None:
         if self._adverts is not None:
             self._adverts.changed()
 
-    def _policy(self) -> Policy:
-        availability = self._parts.availability
-        return Policy(
-            draining=self._draining or bool(availability.reasons),
-            battery=availability.last.battery is True,
-            metered=availability.last.metered is True,
-        )
-
-    async def _follow_availability(self) -> None:
-        """Let go of experts while this machine is not to work, and take them back after."""
-        applied = False
-        while True:
-            changed, paused = self._parts.availability.changed, bool(self._parts.availability.reasons)
-            if paused is not applied:
-                applied = paused
-                await self._apply_policy()
-            await changed.wait()
-
     async def use_model(self, name: str) -> Status:
         return await self.candidate.use(name)
-
-    def active_model(self) -> str | None:
-        """The id of the manifest that the swarm serves."""
-        if self.leader is not None:
-            return None if self.leader.active is None else self.leader.active.manifest.id
-        return self.watch.model or None
 
     def models_changed(self) -> None:
         self.candidate.models_changed()
