@@ -166,7 +166,7 @@ class KeptRequests:
             return KeptRequest.from_json(json.loads(data))
         except FileNotFoundError:
             raise UsageError(f"the request {path.stem} was forgotten just now", hint=_HINT) from None
-        except (OSError, KeyError, TypeError, ValueError, PeerMistake, UsageError) as error:
+        except (OSError, KeyError, TypeError, ValueError, RecursionError, PeerMistake, UsageError) as error:
             hint = f"`swarmctl forget {path.stem}` removes it."
             raise UsageError(f"{path} is damaged: {error!s:.100}", hint=hint) from None
 

@@ -92,13 +92,16 @@ class Models:
         Raises:
             ModelNotFound: there is no such model, or its folder is damaged.
         """
-        known = self.names()
-        if name not in known:
-            raise ModelNotFound(f"there is no model {name!r} here; known: {', '.join(known) or 'none'}")
+        self._check_known(name)
         try:
             return Manifest.from_bytes((self._folder / name / MANIFEST).read_bytes())
         except PeerMistake as error:
-            raise ModelNotFound(f"the manifest of {name} is damaged: {error.message}", hint="Add it again.") from None
+            raise ModelNotFound(f"the manifest of {name} is damaged: {error.message}", hint=_mend(name)) from None
+
+    def _check_known(self, name: str) -> None:
+        known = self.names()
+        if name not in known:
+            raise ModelNotFound(f"there is no model {name!r} here; known: {', '.join(known) or 'none'}")
 
     def ids(self) -> dict[str, str]:
         """The manifest's id of every model, by name."""
@@ -235,8 +238,8 @@ class Models:
         try:
             files = json.loads((self._folder / name / SOURCE).read_text())["files"]
             return [{"path": str(f["path"]), "size": int(f["size"]), "mtime_ns": int(f["mtime_ns"])} for f in files]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelNotFound(f"the folder of model {name} is damaged: {error}", hint="Add it again.") from None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ModelNotFound(f"the folder of model {name} is damaged: {error}", hint=_mend(name)) from None
 
     def _check_source(self, name: str, files: list[dict[str, Any]]) -> None:
         for file in files:
@@ -257,7 +260,7 @@ class Models:
 
     def remove(self, name: str) -> None:
         """Forget a model: its trunk and manifest. Its own files stay. It goes whole, whenever this process ends."""
-        self.manifest(name)
+        self._check_known(name)
         going = hidden(self._folder / name)
         shutil.rmtree(going, ignore_errors=True)
         (self._folder / name).rename(going)
@@ -290,6 +293,10 @@ class Models:
         if len(self.names()) >= MODELS_MAX:
             raise UsageError(f"this node knows {MODELS_MAX} models already", hint="Remove one first.")
         return chosen
+
+
+def _mend(name: str) -> str:
+    return f"Remove it (`swarmctl model remove {name}`), then add or fetch it again."
 
 
 def _clean_name(text: str) -> str:

@@ -187,6 +187,6 @@ def foretold(paths: Paths, model: str) -> Json | None:
             kept = json.loads(file.read(_KEPT_BYTES_MAX))
         if isinstance(kept["predicted"], dict) and kept["model"] == model:
             return dict(kept["predicted"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     return None

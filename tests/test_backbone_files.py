@@ -168,6 +168,52 @@ async def test_a_leader_whose_disk_fails_stops_leading(
         assert await eventually(lambda: swarm.leader() in others) < 3
 
 
+async def test_once_the_disk_takes_its_votes_again_a_peer_votes_and_leads_again(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with memory_swarm(tmp_path, 1, others=1) as swarm:
+        node, worker = swarm.nodes
+        await swarm.all_may_lead(node)
+        await eventually(lambda: worker.sees(node))
+        term = node.watch.term
+        with monkeypatch.context() as patch:
+            fail_for(node, patch)
+            acting = node.store.need().backbone
+            after = with_member(acting, worker.peer, b"0" * 16, swarm.founder.key.sign)
+            with pytest.raises(NoPart, match="Input/output error"):
+                await node.election.propose(after)
+            await trio.sleep(30)
+            assert not node.leads
+            assert "votes: Input/output error" in node.election.status().why
+        assert await eventually(lambda: node.leads, 12) < 10
+        assert node.watch.term > term
+        assert node.election.status().fault is None
+        await eventually(lambda: worker.sees(node))
+        assert node.store.need().backbone.version == acting.version, "what was not stored was not proposed"
+
+
+async def test_news_that_the_disk_does_not_take_costs_nothing_else(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with memory_swarm(tmp_path, 1, others=2) as swarm:
+        leader, worker, banned = swarm.nodes
+        await swarm.all_may_lead(leader)
+        await eventually(lambda: worker.sees(leader))
+        record = leader.store.need()
+        ban = Ban.make(record.swarm, banned.peer, record.bans.next_sequence, True, swarm.founder.key.sign)
+        full = OSError(errno.ENOSPC, "No space left on device")
+        with monkeypatch.context() as patch:
+            patch.setattr(worker.store, "hear", refused := Mock(side_effect=full))
+            leader.store.hear([ban_news(ban)])
+            await eventually(lambda: refused.called, 4)
+            await trio.sleep(5)
+            assert worker.sees(leader)
+            assert not worker.store.is_banned(banned.peer)
+        another = Ban.make(record.swarm, banned.peer, record.bans.next_sequence + 1, True, swarm.founder.key.sign)
+        leader.store.hear([ban_news(another)])
+        await eventually(lambda: worker.store.is_banned(banned.peer), 8)
+
+
 def fail_for(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """The node's vote file can be written no more."""
     write = election_service.write_vote_file

@@ -14,9 +14,19 @@ from typing import Any
 
 import pytest
 
-from capabilities.errors import SwarmError
-from swarmnode.durable import sweep, write_whole
+from backends.add_model import MANIFEST as MANIFEST_FILE
+from capabilities.errors import Internal, ModelNotFound, SwarmError, UsageError
+from swarmnode.backbone.kept import Kept
+from swarmnode.durable import next_counter, sweep, write_whole
+from swarmnode.equivalence.kept import read_matrix
+from swarmnode.kept_requests import KeptRequests
 from swarmnode.local_swarm import LocalNode
+from swarmnode.log_file import last_lines
+from swarmnode.model_choice import ModelChoice
+from swarmnode.models import Models
+from swarmnode.paths import find_paths
+from swarmnode.predicting import foretold
+from swarmnode.shards.manifests import ManifestStore
 from tests.node_tools import SETTINGS, ctl
 from tests.swarm_tools import ask, wait_until
 from tests.tiny_architectures import write_tiny_model
@@ -88,7 +98,7 @@ class Doomed:
         done: list[object] = []
 
         def do() -> None:
-            with contextlib.suppress(SwarmError, AssertionError):
+            with contextlib.suppress(SwarmError, AssertionError):  # of a call, of a command
                 done.append(what())
 
         thread = threading.Thread(target=do)
@@ -142,7 +152,7 @@ def test_a_daemon_that_is_killed_at_any_moment_has_lost_nothing(two: tuple[Doome
     first.node.keep_port()
 
     def add() -> object:
-        return ctl(first.node, "model", "add", str(path))
+        return first.node.call("model_add", path=str(path), name=None)
 
     if first.dies_while(add, 1.2):
         assert [model["fault"] for model in first.node.call("model_list")["models"]] == [None]
@@ -175,7 +185,7 @@ def adds(add: Callable[[], object]) -> bool:
     """The child of a daemon that was killed may be adding the model still: then the name is taken in the end."""
     try:
         return bool(add())
-    except AssertionError:
+    except SwarmError:
         return False
 
 
@@ -238,7 +248,7 @@ def test_a_full_disk_is_an_error_and_no_damage(disk: Disk, tmp_path: Path) -> No
             assert error["path"].startswith(str(node.folder))
         assert node.call("model_list")["models"] == []
         disk.free()
-        ctl(node, "model", "add", str(path))
+        node.call("model_add", path=str(path), name=None)
         before = wait_until(lambda: (s := node.status())["ready"] and s, 20)
         params = ask("Hello", 8, ignore_eos=True)
         answer = node.call("ask", **params)["tokens"]
@@ -259,3 +269,72 @@ def test_a_full_disk_is_an_error_and_no_damage(disk: Disk, tmp_path: Path) -> No
         assert "Traceback" not in node.log.read_text()
     finally:
         node.kill()
+
+
+# -- files that are not what was written -------------------------------------------------------------------------------
+
+SWARM = "ab" * 32
+MANIFEST = "cd" * 32
+
+
+def _choice(folder: Path) -> object:
+    return ModelChoice(folder / "model", "", SWARM).swarm_active or None
+
+
+def _request(folder: Path) -> object:
+    requests = KeptRequests(folder / "requests", 9)
+    assert requests.all() == []
+    with pytest.raises(UsageError, match=r"kept\.json is damaged") as error:
+        requests.get("kept")
+    assert "swarmctl forget kept" in error.value.hint
+    assert requests.forget("kept") == 1
+    return None
+
+
+def _term(folder: Path) -> object:
+    with pytest.raises(Internal, match="term is damaged") as error:
+        next_counter(folder / "term")
+    assert "greater than any term" in error.value.hint
+    return None
+
+
+def _model(folder: Path) -> object:
+    models = Models(folder / "models")
+    for look in (models.show, models.open):
+        with pytest.raises(ModelNotFound, match="manifest of tiny is damaged") as error:
+            look("tiny")
+        assert "swarmctl model remove tiny" in error.value.hint
+    models.remove("tiny")
+    return models.names() or None
+
+
+KEPT: dict[str, Callable[[Path], object]] = {
+    "mandate": lambda folder: Kept(folder, SWARM).load_mandate(),
+    "leader.record": lambda folder: Kept(folder, SWARM).load_record(),
+    "model": _choice,
+    "term": _term,
+    "prediction.json": lambda folder: foretold(find_paths(folder), "tiny"),
+    "equivalence.json": read_matrix,
+    "requests/kept.json": _request,
+    f"shards/manifests/{MANIFEST}": lambda folder: ManifestStore(folder / "shards").get(MANIFEST),
+    f"models/tiny/{MANIFEST_FILE}": _model,
+    "logs/daemon.log": lambda folder: last_lines(folder / "logs", 9)[0] or None,
+}
+
+JUNK = {
+    "empty": b"",
+    "zeros": bytes(4096),  # what a file system may leave of a file after a power cut
+    "other bytes": bytes(range(256)),
+    "deep": b"[" * 100_000,
+    "half of JSON": b'{"model": "tiny", "predicted": {"tokens_per_s": 1',
+    "a lone number": b"\xff1\n",
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("junk", JUNK)
+def test_junk_in_a_file_is_named_or_counts_as_none(tmp_path: Path, name: str, junk: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(JUNK[junk])
+    assert KEPT[name](tmp_path) is None

@@ -52,7 +52,7 @@ class News:
             await trio.to_thread.run_sync(self._store.hear, tuple(news))
         except NotInSwarm:
             return  # this node has just left
-        except OSError as error:  # who tells it sees that this node still lacks it, and tells it again
+        except OSError as error:  # whoever is asked next, or connects, tells it again
             _log.error("news.not_written", reason=str(error))
 
 
