@@ -425,8 +425,12 @@ def test_no_daemon_is_status_3(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    "line", ["dance", "ask x --seed -1", "ask x --top-p 2", "ask x y", "model show", "model dance", "demo now"]
-)
+    "line",
+    [
+        "dance", "ask x --seed -1", "ask x --top-p 2", "ask x y", "model show", "model dance", "demo now",
+        "invite --expires 367d", "invite --expires 0m",
+    ],
+)  # fmt: skip
 def test_wrong_usage_is_status_2_also_as_json(line: str, capfd: pytest.CaptureFixture[str]) -> None:
     words = line.split()
     assert common.main(ctl.swarmctl, "swarmctl", words) == 2

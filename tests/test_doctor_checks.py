@@ -121,6 +121,15 @@ CAUSES: list[tuple[str, str, str, Facts]] = [
     ("data_folder", "fail", "mode 644", node(loose=(Loose("/d/identity.key", 0o644, 0o600, True),))),
     ("data_folder", "fail", "another user", node(loose=(Loose("/d", 0o755, 0o755, False),))),
     ("port", "fail", "port 1 is taken", machine(ports=(Fault("port 1 is taken", "Choose."),))),
+    (
+        "port",
+        "fail",
+        "cannot listen for HTTP on 127.0.0.1:1",
+        replace(
+            status(http={"listen": "127.0.0.1:1", "url": None, "error": "another program uses it"}),
+            machine=replace(MACHINE, ports=None),
+        ),
+    ),
     ("interfaces", "warn", "a bridge that containers", machine(interfaces=(Interface("172.17.0.1", True, False),))),
     ("interfaces", "warn", "no address but", machine(interfaces=(Interface("127.0.0.1", False, True),))),
     ("multicast", "warn", "is blocked: not permitted", machine(multicast="not permitted")),

@@ -17,6 +17,7 @@ from swarmnode.cli.common import Settings, common_options, pass_settings
 from swarmnode.cli.owner import owner
 from swarmnode.cli.passphrase import new_passphrase, passphrase_option
 from swarmnode.control_client import request
+from swarmnode.limits import INVITE_SECONDS_MAX, INVITE_SECONDS_MIN
 from swarmnode.printable import printable_line
 
 DISCLOSURE = """\
@@ -131,7 +132,10 @@ def _lifetime(_context: click.Context, _parameter: click.Parameter, value: str) 
     number, unit = value[:-1], value[-1:]
     if not number.isdecimal() or unit not in _UNITS or len(number) > 6:
         raise click.BadParameter(f"{value!r} is no time such as 30m, 12h or 7d")
-    return int(number) * _UNITS[unit]
+    seconds = int(number) * _UNITS[unit]
+    if not INVITE_SECONDS_MIN <= seconds <= INVITE_SECONDS_MAX:
+        raise click.BadParameter(f"an invite lasts from a minute to {INVITE_SECONDS_MAX // _UNITS['d']}d, not {value}")
+    return seconds
 
 
 @click.command()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from swarmnode.bootstrap import PYTHON_MIN
@@ -89,6 +89,10 @@ def disk(facts: Facts) -> Found:
 def port(facts: Facts) -> Found:
     ports = facts.machine.ports
     if ports is None:
+        http = (facts.node.status or {}).get("http")
+        if isinstance(http, Mapping) and http.get("error"):
+            cause = f"the daemon cannot listen for HTTP on {http.get('listen')}, since {http['error']}"
+            return [Problem("fail", cause, "Stop the other program, or change api.listen; the daemon tries it again.")]
         return "the daemon has its ports"
     return [Problem("fail", each.cause, each.mend) for each in ports]
 
