@@ -128,6 +128,7 @@ class Checking:
         self._partial_sums = partial_sums
         self._draw = draw or random.SystemRandom().random
         self._checks = ServiceChecks(self._draw)
+        self._asking = trio.Lock()
 
     async def run(self) -> None:
         while True:
@@ -142,6 +143,11 @@ class Checking:
             except SwarmError as error:  # it failed, or the expert cannot be had: others see to that
                 _log.info("check.not_made", peer=check.peer, layer=check.layer, reason=error.message)
 
+    async def answered(self) -> None:
+        """Wait until what was asked has been answered, or is not waited for any more."""
+        async with self._asking:
+            pass
+
     def _held(self) -> Mapping[str, Mapping[int, Sequence[int]]]:
         """The output ranks of those who serve, and all that the unfit hold: they may be right again."""
         held = {}
@@ -151,18 +157,19 @@ class Checking:
         return held
 
     async def _carry_out(self, check: Check) -> None:
-        member = self._members.by_peer[PeerId(check.peer)]
-        link, placement = member.link, self._coverage.answering[check.peer]
+        member, placement = self._members.by_peer[PeerId(check.peer)], self._coverage.answering[check.peer]
         layer = self._manifest.experts_of(check.layer)
         ordinary = await self._remote.sample(check.layer, 2 * ROWS)
-        if ordinary is None or link is None:
+        if ordinary is None:
             return
         rounded = member.hello.q8_0 and check.layer in self._q8_layers
         crafted = await self._reference.crafted(
             layer, check.expert, member.peer, ordinary[:ROWS], check.seed, rounded=rounded
         )
         others = placement.held_by(check.peer)[check.layer]
-        answer = await self._ask(link, placement, layer, check, crafted.x, ordinary[ROWS:], others, rounded)
+        answer = await self._ask(member, layer, check, crafted.x, ordinary[ROWS:], others, rounded)
+        if answer is None:
+            return
         found = await crafted.judge(answer)
         _log.debug("check.made", peer=check.peer, layer=check.layer, expert=check.expert, sums=str(found))
         if member.unfit is not None:
@@ -181,16 +188,16 @@ class Checking:
 
     async def _ask(
         self,
-        link: PeerLink,
-        placement: Placement,
+        member: Member,
         layer: LayerExperts,
         check: Check,
         crafted: F32,
         ordinary: F32,
         others: Sequence[int],
         rounded: bool,
-    ) -> F32:
-        """The expert's rows [ROWS, n_out] for the crafted ones, which go among ordinary ones for other experts."""
+    ) -> F32 | None:
+        """The expert's rows [ROWS, n_out] for the crafted ones, which go among ordinary ones for other experts; None if
+        the worker does not serve them any more."""
         shuffled = random.Random(check.seed)
         x = np.concatenate([crafted, ordinary])
         experts = np.array([check.expert] * len(crafted) + shuffled.choices(others, k=len(ordinary)), np.int32)
@@ -199,17 +206,22 @@ class Checking:
         answer = np.empty((len(x), layer.n_out), np.float32)
         for some in order.reshape(-1, 1) if check.alone else [order]:
             rows = x[some]
-            answer[some] = await ask_rows(
-                link,
-                quantize_q8_0(rows) if rounded else rows,
-                np.arange(len(some), dtype=np.int32),
-                experts[some],
-                layer,
-                placement.term,
-                placement.epoch,
-                ask_f32=True,
-                weights=weights[some] if self._partial_sums else None,
-            )
+            async with self._asking:  # an epoch that ends waits for what was asked under its name
+                placement, link = self._coverage.answering.get(check.peer), member.link
+                held = () if placement is None else placement.held_by(check.peer).get(check.layer, ())
+                if placement is None or link is None or not {check.expert, *others} <= set(held):
+                    return None
+                answer[some] = await ask_rows(
+                    link,
+                    quantize_q8_0(rows) if rounded else rows,
+                    np.arange(len(some), dtype=np.int32),
+                    experts[some],
+                    layer,
+                    placement.term,
+                    placement.epoch,
+                    ask_f32=True,
+                    weights=weights[some] if self._partial_sums else None,
+                )
             if check.alone:
                 await trio.sleep(2 * _PACE_S * self._draw())
         if self._partial_sums:  # of one row each

@@ -262,6 +262,7 @@ class Placer:
         """Wait until what was dispatched to old shares, under the epoch's old name, has been answered."""
         await self._engine.step_boundary()
         await self._repeating.answered()
+        await self._checking.answered()
 
     # -- what the prover asks and tells -------------------------------------------------------------------------
 
