@@ -108,9 +108,9 @@ def test_who_adds_worse_in_service_is_found(swarm: LocalSwarm) -> None:
     finally:
         done.set()
         asking.join()
-    turncoat = row(swarm, "turncoat")
-    assert turncoat["error"]["type"] == "imprecise"
-    assert "adds in half precision" in turncoat["error"]["message"]  # in service, or on the way back from a late answer
+    error = row(swarm, "turncoat")["error"]
+    assert error["type"] in ("imprecise", "out_of_tolerance")  # by a crafted check or by an audit, whichever was first
+    assert error["type"] == "out_of_tolerance" or "adds in half precision" in error["message"]
     assert [row(swarm, name)["fitness"] for name in ("worker-1", "worker-2")] == ["fit", "fit"]
 
 
