@@ -49,6 +49,7 @@ def run_bench(
     progress: Progress,
     rounds: int = ROUNDS,
     fast: bool = False,
+    audits: bool = False,
     combine: Combine = "router-order",
 ) -> dict[str, Any]:
     """Measure; the result is what `--json` prints. `model`: a file, `demo`, or a synthetic shape by name.
@@ -73,6 +74,7 @@ def run_bench(
         "tokens": tokens,
         "rounds": rounds,
         "fast": fast,
+        "audits": audits,
         "combine": combine,
     }
     root = Path(tempfile.mkdtemp(prefix="swarmnode-bench-"))
@@ -80,7 +82,8 @@ def run_bench(
     try:
         prompt = _prompt(undivided, prompt_tokens)
         leader: dict[str, dict[str, Any]] = {
-            "leader": {"context_tokens": context, "parallel": 1, "fast": fast, "combine": combine, "own_copy": False},
+            "leader": {"context_tokens": context, "parallel": 1, "fast": fast, "combine": combine, "own_copy": False}
+            | {"audits": audits},
             "swarm": {"replicas": 1},  # every row from a worker, every worker with its share
         }
         each = {"compute": {"threads": THREADS}}

@@ -208,6 +208,11 @@ class LeaderConfig(Section):
     """What no worker can compute at this moment, the leader computes from the model's file, if it has it. That is slow,
     since experts are read when they are needed, but an answer goes on. false: it waits for the workers."""
 
+    audits: bool = True
+    """A share of what workers answer is recomputed here, beside the work: who cheats is found. It takes memory, reads
+    experts from the disk, and costs tokens on a machine whose cores have no time to spare (`swarmctl bench --audits`
+    shows how many). false: only where every worker is your own."""
+
 
 class ComputeConfig(Section):
     """How this daemon computes."""

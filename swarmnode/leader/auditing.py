@@ -26,6 +26,7 @@ from capabilities.errors import SwarmError
 from capabilities.row_grades import HALVES_TIMES, NEAR, Grade
 from capabilities.verdict import Evidence, EvidenceKind, VerdictBoard
 from scheduler.audits import Audits, Change, Chosen, Found, PeerAudits
+from scheduler.rates import TokenBucket
 from swarmnode.leader.audit_tap import AuditTap
 from swarmnode.leader.judge import Judged, Sample
 from swarmnode.leader.members import Member, Members
@@ -58,8 +59,17 @@ class OutOfTolerance(SwarmError):
     )
 
 
+_SHARE_OF_TIME: Final = 0.015  # of one core while answers are under way
+_BURST_S: Final = 2.0  # so that newcomers are judged at once: some tens of answers of a large model
+_LOOK_S: Final = 0.25  # how soon the end of the last request is noticed; each look interrupts the decode thread
+
+
 class Owner(Protocol):
     """Whom audits tell: the placer."""
+
+    @property
+    def idle(self) -> bool:
+        """No request is running."""
 
     def convicted(self, member: Member, trusted: int) -> None:
         """A worker is quarantined; its answers up to that number are believed."""
@@ -98,6 +108,7 @@ class Auditing:
         self._something = trio.Event()
         self._evidence: OrderedDict[str, list[Evidence]] = OrderedDict()
         self._ended = False
+        self._time = TokenBucket(_BURST_S, _SHARE_OF_TIME, trio.current_time())  # seconds of the judge's
         mine = weakref.WeakMethod(self._board_changed)  # the board outlives this leadership
         board.on_change(lambda peer: None if (call := mine()) is None else call(peer))
 
@@ -109,10 +120,21 @@ class Auditing:
                 while True:
                     self._something = trio.Event()
                     while (waiting := self.tap.take()) is not None:
+                        began = trio.current_time()
                         await self._have_judged(judge_one, *waiting)
+                        await self._rest(trio.current_time() - began)
                     await self._something.wait()
             finally:
                 self.tap.open, self._ended = False, True
+
+    async def _rest(self, worked_s: float) -> None:
+        """The judge reads experts from the disk, which costs far more than their rows: while somebody waits for tokens
+        it keeps to its share. What waits meanwhile is judged when nobody does, as far as there is room to wait."""
+        if self._owner.idle:
+            return
+        rested_at = trio.current_time() + self._time.owe(trio.current_time(), worked_s)
+        while trio.current_time() < rested_at and not self._owner.idle:  # noqa: ASYNC110 (nothing tells)
+            await trio.sleep(_LOOK_S)
 
     async def _have_judged(
         self, judge_one: Callable[[Sample], Awaitable[Judged]], chosen: Chosen, sample: Sample

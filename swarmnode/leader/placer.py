@@ -59,6 +59,7 @@ class PlacerSettings:
     partial_sums: bool = False
     replicas: int = 1
     own_copy: bool = False
+    audits: bool = True
 
 
 def _ignore(*_told: object) -> None:
@@ -168,7 +169,8 @@ class Placer:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._prover.run)
             nursery.start_soon(self._checking.run)
-            nursery.start_soon(self.auditing.run)
+            if self._settings.audits:
+                nursery.start_soon(self.auditing.run)
             while True:
                 self._changed = trio.Event()
                 again_s = await self._decide()

@@ -289,6 +289,7 @@ class Leader:
             config.combine == "partial-sum",
             swarm.replicas,
             remote.has_own_copy,
+            config.audits,
         )
         placer = Placer(
             self._network,
