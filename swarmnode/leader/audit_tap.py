@@ -70,12 +70,11 @@ class AuditTap:
             self._used[peer] = self.audits.number(peer)
             if chosen is None:
                 return
+            if len(self._waiting) >= WAITING_MAX or self._of_a_peer[peer] >= WAITING_OF_A_PEER_MAX:
+                self.audits.dropped(chosen)
+                return
             sample = _sample(chosen, layer, x, part, weights, answer, rounded, ask_f32)
-            if (
-                len(self._waiting) >= WAITING_MAX
-                or self._of_a_peer[peer] >= WAITING_OF_A_PEER_MAX
-                or self._bytes + sample.nbytes > WAITING_BYTES_MAX
-            ):
+            if self._bytes + sample.nbytes > WAITING_BYTES_MAX:
                 self.audits.dropped(chosen)
                 return
             self._waiting.append((chosen, sample))
