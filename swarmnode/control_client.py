@@ -13,6 +13,7 @@ empty line whenever it has nothing to say, silence means that it hangs or is sus
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from collections.abc import Iterator, Mapping
@@ -56,7 +57,8 @@ class Call:
         self._socket.settimeout(CONNECT_SECONDS_MAX)
         try:
             self._socket.connect(str(path))
-            self._socket.sendall(line)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused unread: its reason can be read
+                self._socket.sendall(line)
         except TimeoutError as error:
             self._socket.close()
             raise DeadlineExceeded(f"the daemon at {path} takes no requests", hint=_HANGS) from error
