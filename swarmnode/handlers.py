@@ -115,8 +115,7 @@ class Handlers:
         return self._http.in_status(await self._services.status())
 
     async def placement(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
-        without = params.get("without")
-        return await self._services.placement(None if without is None else _text(params, "without"))
+        return await self._services.placement(_text_or_none(params, "without"))
 
     async def outline(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
         return await self._services.outline()
@@ -203,11 +202,11 @@ class Handlers:
 
     async def forget(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
         """Remove one request, or all of them."""
-        which = None if params.get("request_id") is None else _text(params, "request_id")
+        which = _text_or_none(params, "request_id")
         return {"forgotten": await trio.to_thread.run_sync(self._services.kept.forget, which)}
 
     async def _kept(self, params: Params) -> KeptRequest:
-        which = None if params.get("request_id") is None else _text(params, "request_id")
+        which = _text_or_none(params, "request_id")
         return await trio.to_thread.run_sync(self._services.kept.get, which)
 
     # -- models -------------------------------------------------------------------------------------------------
@@ -374,3 +373,8 @@ def _text(params: Params, key: str) -> str:
     if not isinstance(value, str) or not value:
         raise UsageError(f"{key} is missing", hint=f"Give a {key}.")
     return value
+
+
+def _text_or_none(params: Params, key: str) -> str | None:
+    """None and absent are the same."""
+    return None if params.get(key) is None else _text(params, key)

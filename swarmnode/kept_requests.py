@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -197,11 +197,8 @@ class KeepingAsker:
     def leader(self) -> str | None:
         return self._asker.leader
 
-    def replies(self, ask: Ask) -> AbstractAsyncContextManager[AsyncIterator[Reply]]:
-        return self._replies(ask)
-
     @asynccontextmanager
-    async def _replies(self, ask: Ask) -> AsyncIterator[AsyncIterator[Reply]]:
+    async def replies(self, ask: Ask) -> AsyncIterator[AsyncIterator[Reply]]:
         async with self._asker.replies(ask) as replies:
             yield self._watched(ask, replies)
 

@@ -267,22 +267,21 @@ class Leader:
             _log.error("leader.model_refused", model=manifest.name, error=error.to_json())
             await self._models_changed.wait()
 
-    async def _serve_with(self, opened: OpenModel, model: LlamaModel, remote: RemoteExperts) -> None:
-        manifest, config, swarm = opened.manifest, self._config.leader, self._config.swarm
-        batcher = Batcher(
+    def _batcher(self, model: LlamaModel) -> Batcher:
+        config, vocabulary = self._config.leader, model.vocabulary
+        return Batcher(
             config.parallel,
             model.context_tokens,
             max(config.batch_tokens, config.parallel),
             config.queue_limit,
-            Vocabulary(model.vocabulary.n_vocab, model.vocabulary.piece, model.vocabulary.is_end),
+            Vocabulary(vocabulary.n_vocab, vocabulary.piece, vocabulary.is_end),
             park_s=config.park_s,
             can_cut=not model.is_recurrent,
         )
-        engine = DecodeEngine(model, remote, batcher)
-        obtain = at_hand if opened.gguf is not None or self._borrow is None else self._borrow(manifest)
-        reference = ProbeReference(manifest, opened.served.source, Device(threads=self._threads), obtain)
-        judge = Judge(manifest, opened.served.source, partial(Device, threads=1), obtain)
-        settings = PlacerSettings(
+
+    def _placer_settings(self, remote: RemoteExperts) -> PlacerSettings:
+        config, swarm = self._config.leader, self._config.swarm
+        return PlacerSettings(
             swarm.workers_expected,
             swarm.settle_s,
             config.activations,
@@ -291,6 +290,13 @@ class Leader:
             remote.has_own_copy,
             config.audits,
         )
+
+    async def _serve_with(self, opened: OpenModel, model: LlamaModel, remote: RemoteExperts) -> None:
+        manifest, config = opened.manifest, self._config.leader
+        engine = DecodeEngine(model, remote, self._batcher(model))
+        obtain = at_hand if opened.gguf is not None or self._borrow is None else self._borrow(manifest)
+        reference = ProbeReference(manifest, opened.served.source, Device(threads=self._threads), obtain)
+        judge = Judge(manifest, opened.served.source, partial(Device, threads=1), obtain)
         placer = Placer(
             self._network,
             self.members,
@@ -299,7 +305,7 @@ class Leader:
             judge,
             remote,
             engine,
-            settings,
+            self._placer_settings(remote),
             self.term,
             board=self.board,
             sources=partial(self._sources, opened),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import trio
 
 from scheduler.rates import TokenBucket
@@ -28,6 +26,4 @@ class Pace:
         now = trio.current_time()
         if self._bucket is None:
             self._bucket = TokenBucket(self._bytes_per_s * _BURST_S, self._bytes_per_s, now)
-        seconds = self._bucket.owe(now, nbytes)
-        assert math.isfinite(seconds)
-        await trio.sleep(seconds)
+        await trio.sleep(self._bucket.owe(now, nbytes))
