@@ -12,11 +12,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import structlog
+import trio
+
 from backends.device import Device
-from capabilities.errors import UsageError
+from capabilities.errors import PeerMistake, UsageError
+from scheduler.placement_record import PlacementRecord
 from swarmnode.asker import Asker, FollowingAsker
+from swarmnode.backbone.kept import Kept, LeaderRecord
 from swarmnode.config import Config
 from swarmnode.durable import next_counter
 from swarmnode.explaining import Known, explain, find_peer
@@ -37,6 +43,8 @@ from swarmnode.status import LeaderStatus, NodeFacts, NoMesh, Status, counters
 from swarmnode.status_service import NodeStatus, ask_leader, placement_request, serve_status
 from swarmnode.swarm.record import peer_of
 from swarmnode.worker.service import Worker
+
+_log = structlog.get_logger(__name__)
 
 _HINT = 'That takes a swarm of members: [swarm] role = "member" in the configuration, then `swarmctl init` or `join`.'
 
@@ -77,6 +85,43 @@ class _NamedNode:
             self.leader.models_changed()
 
 
+class _OwnRecord:
+    """What this leader leaves to itself for after a restart: who holds what, and who has proven it.
+
+    Not what its audits came to: nobody signs a release here, so a restart audits everybody like a newcomer.
+    """
+
+    def __init__(self, folder: Path, me: PeerId, term: int) -> None:
+        self._kept = Kept(folder, str(me))
+        self._term = term
+        self._newest: LeaderRecord | None = None
+        self._news = trio.Event()
+
+    def load(self) -> PlacementRecord | None:
+        """Waits for the disk. None if there is none that can be read."""
+        try:
+            kept = self._kept.load_record()
+            return None if kept is None else replace(PlacementRecord.from_bytes(kept.data), audits={})
+        except (PeerMistake, OSError) as error:
+            _log.warning("leader.record_unusable", reason=str(error))
+            return None
+
+    def put(self, data: bytes) -> None:
+        self._newest = LeaderRecord(self._term, data)
+        self._news.set()
+
+    async def run(self) -> None:
+        """Write the newest, and again whenever there is a newer one."""
+        while True:
+            await self._news.wait()
+            self._news = trio.Event()
+            assert self._newest is not None
+            try:
+                await trio.to_thread.run_sync(self._kept.store_record, self._newest)
+            except OSError as error:  # a restart takes longer then
+                _log.error("leader.record_not_kept", reason=error.strerror)
+
+
 class NamedLeaderNode(_NamedNode):
     """The peer that leads."""
 
@@ -88,7 +133,17 @@ class NamedLeaderNode(_NamedNode):
         ShardService(Serving(self.models, None).find).register(network)
         choose = partial(ModelChoice(paths.data / "model", config.leader.model).open, self.models)
         trunks, term = Trunks(config.leader, threads), next_counter(paths.data / "term")
-        self.leader: Leader = Leader(LeaderProtocols(network), trunks, choose, config, threads, term)
+        self._record = _OwnRecord(paths.data, network.peer_id, term)
+        self.leader: Leader = Leader(
+            LeaderProtocols(network),
+            trunks,
+            choose,
+            config,
+            threads,
+            term,
+            inherited=self._record.load(),
+            on_record=self._record.put,
+        )
         device = Device(config.compute.device, threads=threads)
         facts = NodeFacts.of(config, device.name, device.info.description, threads, 0)
         self._view = LeaderStatus(network, self.leader, facts, NoMesh())
@@ -121,7 +176,10 @@ class NamedLeaderNode(_NamedNode):
         return self._view.view()
 
     async def run(self) -> None:
-        await self.leader.run()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._record.run)
+            await self.leader.run()
+            nursery.cancel_scope.cancel()
 
 
 class NamedWorkerNode(_NamedNode):

