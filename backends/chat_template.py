@@ -55,6 +55,7 @@ class ChatTemplate:
             raise UsageError(
                 "this model's chat template has no tools, or a form of calls that is not known here",
                 hint="Ask without tools, or serve a model whose template has them.",
+                parameter="tools",
             )
         return prompt
 
@@ -64,7 +65,8 @@ class ChatTemplate:
                 self._formatter = Jinja2ChatFormatter(self._source, eos_token=self._eos, bos_token=self._bos)
             return str(self._formatter(messages=messages, tools=list(tools) or None).prompt)
         except Exception as error:  # the author's program may fail in any way
-            raise UsageError(f"the model's chat template refuses this conversation: {error}") from None
+            message = f"the model's chat template refuses this conversation: {error}"
+            raise UsageError(message, parameter="messages") from None
 
     def _without_tools(self, messages: list[dict[str, Any]]) -> str | None:
         try:

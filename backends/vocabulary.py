@@ -91,7 +91,8 @@ class Vocabulary:
             UsageError: the model has no template, the template refuses the messages, or it knows nothing of tools.
         """
         if self.chat_template is None:
-            raise UsageError("this model has no chat template", hint="Ask with --raw to send the prompt as it is.")
+            hint = "Send the prompt as it is: `swarmctl ask --raw`, or /v1/completions."
+            raise UsageError("this model has no chat template", hint=hint, parameter="messages")
         prompt = self._template(self.chat_template).render(messages, tools)
         start = self._special_text(lc.llama_vocab_bos(self._vocab))
         # Where the vocabulary adds its start token by itself, a template that writes it too would double it.

@@ -8,12 +8,15 @@ somebody else's bytes and never takes the daemon down; all others are about this
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 Json = Any
 _TEXT_LIMIT = 2_000
-_DETAIL_KEYS = frozenset({"layer", "experts", "peer", "cause", "request_id", "retry_after_s", "path", "term"})
+_DETAIL_KEYS = frozenset(
+    {"layer", "experts", "peer", "cause", "request_id", "retry_after_s", "path", "term", "parameter"}
+)
 _LIST_LIMIT = 4_096
 
 
@@ -102,10 +105,23 @@ class LibraryMismatch(SwarmError):
 
 
 class UsageError(SwarmError):
-    """What was asked cannot be meant: a value out of its range, a name that is taken, a missing file."""
+    """What was asked cannot be meant: a value out of its range, a name that is taken, a missing file.
+
+    Detail: parameter, the field of a request that is wrong.
+    """
 
     type = "usage"
     default_hint = "`swarmctl --help` lists the commands, and a command's own --help shows what it takes."
+
+
+@contextmanager
+def about(parameter: str) -> Iterator[None]:
+    """What is found wrong in here is this field of a request, unless the error names another one itself."""
+    try:
+        yield
+    except UsageError as error:
+        error.details.setdefault("parameter", parameter)
+        raise
 
 
 class NoDaemon(SwarmError):

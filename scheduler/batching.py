@@ -287,9 +287,12 @@ class Batcher:
             message = f"the prompt has {prompt} tokens{so_far}; the context holds {self._context_tokens}"
             raise ContextLengthExceeded(message, request_id=request.id)
         n_tokens = self._vocabulary.n_tokens
-        for token in (*request.prompt_tokens, *request.generated, *request.params.logit_bias):
-            if not 0 <= token < n_tokens:
-                raise UsageError(f"token id {token} is outside the model's vocabulary of {n_tokens}")
+        of_text = (*request.prompt_tokens, *request.generated)
+        for parameter, tokens in (("prompt", of_text), ("logit_bias", request.params.logit_bias)):
+            for token in tokens:
+                if not 0 <= token < n_tokens:
+                    message = f"{parameter}: token id {token} is outside the model's vocabulary of {n_tokens}"
+                    raise UsageError(message, parameter=parameter)
 
     def _issue(self, kind: StepKind, shares: list[tuple[Answer, int]]) -> Step:
         tokens: list[int] = []

@@ -68,7 +68,8 @@ class Request:
             raise UsageError(f"choice must be a whole number from 0 to 4294967295, not {self.choice!r:.40}")
         check_stops(self.stop)
         if self.constraint is not None and not self.stop_at_end:
-            raise UsageError("an answer with a grammar ends where the grammar does: end tokens cannot be ignored")
+            message = "an answer with a grammar ends where the grammar does: end tokens cannot be ignored"
+            raise UsageError(message, parameter="ignore_eos")
 
 
 @dataclass(frozen=True, slots=True)

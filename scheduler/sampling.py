@@ -70,10 +70,11 @@ class SamplingParams:
         _check_number("frequency_penalty", self.frequency_penalty, -PENALTY_MAX, PENALTY_MAX)
         _check_number("presence_penalty", self.presence_penalty, -PENALTY_MAX, PENALTY_MAX)
         if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > BIAS_ENTRIES_MAX:
-            raise UsageError(f"logit_bias must map at most {BIAS_ENTRIES_MAX} token ids to numbers")
+            message = f"logit_bias must map at most {BIAS_ENTRIES_MAX} token ids to numbers"
+            raise UsageError(message, parameter="logit_bias")
         for token, bias in self.logit_bias.items():
-            _check_integer("a token id in logit_bias", token, 0, 2**31 - 1)
-            _check_number(f"logit_bias of token {token}", bias, -BIAS_MAX, BIAS_MAX)
+            _check_integer("logit_bias", token, 0, 2**31 - 1, what="a token id in logit_bias")
+            _check_number("logit_bias", bias, -BIAS_MAX, BIAS_MAX, what=f"logit_bias of token {token}")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     @property
@@ -192,7 +193,8 @@ def _adjust(logits: NDArray[np.float32], params: SamplingParams, history: Sequen
     scores = logits.copy()
     for token, bias in params.logit_bias.items():
         if token >= len(scores):
-            raise UsageError(f"logit_bias names token {token}, but the model has {len(scores)} tokens")
+            message = f"logit_bias names token {token}, but the model has {len(scores)} tokens"
+            raise UsageError(message, parameter="logit_bias")
         scores[token] += np.float32(bias)
     if params.penalises and history:
         tokens, counts = np.unique(np.asarray(history, dtype=np.int64), return_counts=True)
@@ -226,14 +228,16 @@ def _require_finite(logits: NDArray[np.float32]) -> None:
         raise NonFiniteLogits(f"{wrong} of {len(logits)} logits are NaN or infinite")
 
 
-def _check_number(name: str, value: object, low: float, high: float, note: str = "") -> None:
+def _check_number(name: str, value: object, low: float, high: float, note: str = "", what: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise UsageError(f"{name} must be a number from {low:g} to {high:g}{note}, not {_show(value)}")
+        message = f"{what or name} must be a number from {low:g} to {high:g}{note}, not {_show(value)}"
+        raise UsageError(message, parameter=name)
 
 
-def _check_integer(name: str, value: object, low: int, high: int, note: str = "") -> None:
+def _check_integer(name: str, value: object, low: int, high: int, note: str = "", what: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise UsageError(f"{name} must be a whole number from {low} to {high}{note}, not {_show(value)}")
+        message = f"{what or name} must be a whole number from {low} to {high}{note}, not {_show(value)}"
+        raise UsageError(message, parameter=name)
 
 
 def _show(value: object) -> str:

@@ -94,9 +94,9 @@ def check_tools(tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> None:
         raise UsageError("two tools have the same name")
     named = chosen_tool(choice)
     if named is not None and named not in names:
-        raise UsageError(f"tool_choice names {named!r:.80}, which is none of the tools")
+        raise UsageError(f"tool_choice names {named!r:.80}, which is none of the tools", parameter="tool_choice")
     if choice == "required" and not tools:
-        raise UsageError("tool_choice requires a tool, but there is none")
+        raise UsageError("tool_choice requires a tool, but there is none", parameter="tool_choice")
 
 
 def chosen_tool(choice: ToolChoice) -> str | None:
@@ -108,7 +108,8 @@ def chosen_tool(choice: ToolChoice) -> str | None:
         function = choice.get("function")
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
             return str(function["name"])
-    raise UsageError("tool_choice is none, auto, required, or {'type': 'function', 'function': {'name': ...}}")
+    message = "tool_choice is none, auto, required, or {'type': 'function', 'function': {'name': ...}}"
+    raise UsageError(message, parameter="tool_choice")
 
 
 def json_bytes(value: object) -> int:

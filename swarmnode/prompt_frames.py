@@ -69,7 +69,7 @@ def _text_bytes(ask: Ask) -> bytes:
     data = json.dumps(text, ensure_ascii=False).encode("utf-8", errors="replace")
     if len(data) > limits.REQUEST_TEXT_BYTES_MAX:
         message = f"the request has {len(data)} bytes of text; at most {limits.REQUEST_TEXT_BYTES_MAX}"
-        raise UsageError(message, hint="Shorten the prompt.")
+        raise UsageError(message, hint="Shorten the prompt.", parameter="prompt")
     return data
 
 

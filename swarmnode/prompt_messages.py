@@ -24,7 +24,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Final
 
-from capabilities.errors import SwarmError, UsageError
+from capabilities.errors import SwarmError, UsageError, about
 from scheduler.requests import FinishReason, Timings, Usage
 from scheduler.sampling import SamplingParams
 from scheduler.text_stream import check_stops
@@ -80,28 +80,34 @@ class Ask:
     def __post_init__(self) -> None:
         if (self.prompt is None) == (not self.messages):
             raise UsageError("a request has either a prompt or messages")
-        check_messages(self.messages)
-        if self.max_tokens is not None and not 0 <= self.max_tokens <= limits.MAX_TOKENS_MAX:
-            raise UsageError(f"max_tokens must be between 0 and {limits.MAX_TOKENS_MAX}, not {self.max_tokens}")
+        with about("messages"):
+            check_messages(self.messages)
+        with about("max_tokens"):
+            if self.max_tokens is not None and not 0 <= self.max_tokens <= limits.MAX_TOKENS_MAX:
+                raise UsageError(f"max_tokens must be between 0 and {limits.MAX_TOKENS_MAX}, not {self.max_tokens}")
         if len(self.generated) > limits.MAX_TOKENS_MAX:
             raise UsageError(f"an answer has at most {limits.MAX_TOKENS_MAX} tokens")
-        check_stops(self.stop)
-        if self.logprobs is not None and not 0 <= self.logprobs <= limits.TOP_LOGPROBS_MAX:
-            raise UsageError(f"logprobs must be between 0 and {limits.TOP_LOGPROBS_MAX}, not {self.logprobs!r:.40}")
+        with about("stop"):
+            check_stops(self.stop)
+        with about("logprobs"):
+            if self.logprobs is not None and not 0 <= self.logprobs <= limits.TOP_LOGPROBS_MAX:
+                raise UsageError(f"logprobs must be between 0 and {limits.TOP_LOGPROBS_MAX}, not {self.logprobs!r:.40}")
         self._check_form()
 
     def _check_form(self) -> None:
         """What the answer must look like."""
         if self.grammar is not None and self.json_schema is not None:
-            raise UsageError("a request has a grammar or a JSON schema, not both")
-        for text in (self.grammar, self.json_schema):
+            raise UsageError("a request has a grammar or a JSON schema, not both", parameter="grammar")
+        for name, text in (("grammar", self.grammar), ("json_schema", self.json_schema)):
             if text is not None and len(text.encode(errors="replace")) > limits.GRAMMAR_BYTES_MAX:
-                raise UsageError(f"a grammar or JSON schema has at most {limits.GRAMMAR_BYTES_MAX} bytes")
-        check_tools(self.tools, self.tool_choice)
-        if self.tools and self.prompt is not None:
-            raise UsageError("tools belong to a chat: a raw prompt has none")
-        if json_bytes(self.tools) > limits.TOOLS_BYTES_MAX:
-            raise UsageError(f"the tools of a request have at most {limits.TOOLS_BYTES_MAX} bytes")
+                message = f"a grammar or JSON schema has at most {limits.GRAMMAR_BYTES_MAX} bytes"
+                raise UsageError(message, parameter=name)
+        with about("tools"):
+            check_tools(self.tools, self.tool_choice)
+            if self.tools and self.prompt is not None:
+                raise UsageError("tools belong to a chat: a raw prompt has none")
+            if json_bytes(self.tools) > limits.TOOLS_BYTES_MAX:
+                raise UsageError(f"the tools of a request have at most {limits.TOOLS_BYTES_MAX} bytes")
 
     @property
     def options(self) -> frozenset[str]:

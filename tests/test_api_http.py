@@ -48,7 +48,7 @@ async def test_an_answer_whole_and_as_a_stream() -> None:
 @pytest.mark.parametrize(
     ("error", "status", "code", "retry"),
     [
-        (UsageError("top_k must be small"), 400, "invalid_value", False),
+        (UsageError("top_k must be small", parameter="top_k"), 400, "invalid_value", False),
         (ContextLengthExceeded("too long"), 400, "context_length_exceeded", False),
         (NoLeader("nobody leads"), 503, "no_leader", True),
         (NotReady("wait"), 503, "not_ready", True),

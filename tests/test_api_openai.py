@@ -218,6 +218,18 @@ def test_a_tool_is_called_and_its_result_goes_back(client: OpenAI) -> None:
         ({"messages": []}, "messages", "invalid_value"),
         ({"n": 1000}, "n", "invalid_value"),
         ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
+        ({"stop": ["."] * 17}, "stop", "invalid_value"),
+        ({"stop": ""}, "stop", "invalid_value"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias", "invalid_value"),
+        ({"tools": [{"type": "function", "function": {"name": "no name"}}]}, "tools", "invalid_value"),
+        ({"tool_choice": "sometimes"}, "tool_choice", "invalid_value"),
+        ({"extra_body": {"grammar": "root ::= ("}}, "grammar", "invalid_value"),
+        ({"extra_body": {"grammar": 'root ::= "a"', "ignore_eos": True}}, "ignore_eos", "invalid_value"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "nothing"}}}},
+            "response_format",
+            "invalid_value",
+        ),
         ({"messages": [{"role": "user", "content": "x" * 4000}]}, "messages", "context_length_exceeded"),
     ],
 )

@@ -27,14 +27,9 @@ _STATUS: Final = {
 }
 _OTHER_STATUS: Final = 503  # no_leader, not_ready, not_in_swarm, experts_unavailable, cancelled: later it may go well
 _TYPES: Final = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_PARAMS: Final = {"model_not_found": "model"}
-_FIELDS: Final = frozenset(
-    (
-        "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "logit_bias",
-        "max_tokens", "stop", "prompt", "messages", "n", "logprobs", "top_logprobs", "response_format", "tools",
-        "tool_choice", "model",
-    )
-)  # fmt: skip
+_PARAMS: Final = {"model_not_found": "model", "context_length_exceeded": "prompt"}
+_RENAMED: Final = {"json_schema": "response_format"}
+"""Fields of a request that the API knows by another name."""
 
 
 class Refusal(Exception):
@@ -75,10 +70,8 @@ def refusal_of(error: SwarmError, text: str = "messages") -> Refusal:
     hint = "" if error.hint == UsageError.default_hint else error.hint
     message = f"{error.message}. {hint}" if hint else error.message
     code = "invalid_value" if error.type == "usage" else error.type
-    param = text if error.type == "context_length_exceeded" else _PARAMS.get(error.type)
-    if error.type == "usage":
-        first = error.message.split(" ", 1)[0]
-        param = first if first in _FIELDS else None
+    param = error.details.get("parameter") or _PARAMS.get(error.type)
+    param = text if param == "prompt" else _RENAMED.get(str(param), param)
     headers = {}
     if error.type == "deadline_exceeded":  # clients repeat what failed with 5xx: this would only take as long again
         headers["x-should-retry"] = "false"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Final
 
 import trio
@@ -10,7 +9,7 @@ import trio
 from backends.grammar import Grammar, Grammars
 from backends.tool_grammar import tool_grammar
 from backends.vocabulary import Vocabulary
-from capabilities.errors import UsageError
+from capabilities.errors import UsageError, about
 from capabilities.tool_form import ToolUse
 from scheduler.requests import Request
 from swarmnode.chat_messages import Tool, chosen_tool, json_bytes
@@ -41,9 +40,10 @@ class Reader:
     def read(self, ask: Ask, name: str) -> Request:
         """The request, by that name. UsageError where its text or its form cannot be served."""
         tools = () if ask.tool_choice == "none" else ask.tools
-        tokens = self._tokens(ask, tools)
-        if not tokens:
-            raise UsageError("the prompt is empty", hint="Give at least one word.")
+        with about("prompt"):
+            tokens = self._tokens(ask, tools)
+            if not tokens:
+                raise UsageError("the prompt is empty", hint="Give at least one word.")
         use = self._tool_use(tools)
         room = max(0, self._context_tokens - len(tokens))
         return Request(
@@ -77,18 +77,20 @@ class Reader:
         """What narrows the answer down."""
         named = chosen_tool(ask.tool_choice)
         if use is not None and ask.grammar is not None:
-            raise UsageError("an answer has tools or a grammar, not both")
+            raise UsageError("an answer has tools or a grammar, not both", parameter="grammar")
         if use is not None and (named is not None or ask.tool_choice == "required"):
-            make = partial(self._grammars.of_lark, tool_grammar(ask.tools, use, named))
-        elif use is not None and ask.json_schema is not None:
-            make = partial(self._grammars.of_lark, tool_grammar(ask.tools, use, schema=ask.json_schema))
-        elif ask.grammar is not None:
-            make = partial(self._grammars.of_gbnf, ask.grammar)
-        elif ask.json_schema is not None:
-            make = partial(self._grammars.of_schema, ask.json_schema)
-        else:
+            with about("tools"):
+                return self._grammars.of_lark(tool_grammar(ask.tools, use, named), ask.generated)
+        if ask.grammar is not None:
+            with about("grammar"):
+                return self._grammars.of_gbnf(ask.grammar, ask.generated)
+        if ask.json_schema is None:
             return None
-        return make(ask.generated)
+        with about("json_schema"):
+            if use is not None:
+                grammar = tool_grammar(ask.tools, use, schema=ask.json_schema)
+                return self._grammars.of_lark(grammar, ask.generated)
+            return self._grammars.of_schema(ask.json_schema, ask.generated)
 
 
 def _size(ask: Ask) -> int:
