@@ -193,6 +193,19 @@ async def test_a_body_that_is_too_large_is_refused_however_it_is_sent(monkeypatc
         assert (await client.post(CHAT, json=HELLO)).status_code == 200, "and nothing is held of them"
 
 
+@pytest.mark.parametrize("expect", [[], ["Expect: 100-continue"]])
+async def test_a_body_that_will_be_too_large_is_refused_before_it_comes(expect: list[str]) -> None:
+    size = limits.BODY_BYTES_MAX + 1
+    async with serving_http(answer) as served, await served.connect() as stream:
+        await stream.send_all(post(b"", CHAT, *expect).replace(b"Length: 0", b"Length: %d" % size))
+        heard = await _heard(stream, b'"code":"body_too_large"}}')
+        assert b"HTTP/1.1 413" in heard
+        assert b"connection: close" in heard
+        await stream.send_all(b"x" * size)  # a client that only looks afterwards has lost nothing
+        with trio.fail_after(30):
+            assert b"".join([part async for part in stream]) == b""
+
+
 async def test_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "BODIES_BYTES_MAX", 1000)
     async with serving_http(answer) as served, await served.connect() as stream, served.client() as client:

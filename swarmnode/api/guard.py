@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import structlog
 import trio
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -48,7 +49,7 @@ class Guard:
         if scope["type"] != "http":
             await send({"type": "websocket.close"})
             return
-        incoming = _Incoming(receive, self._bodies)
+        incoming = _Incoming(receive, self._bodies, _declared(scope))
         outgoing = _Outgoing(send, incoming)
         try:
             async with trio.open_nursery() as nursery:
@@ -75,9 +76,32 @@ class Guard:
         if outgoing.status != GONE:  # nothing can be said any more; the connection ends, so the client knows
             _log.warning("api.answer_broke_off", reason=refusal.code)
             return
-        with trio.move_on_after(limits.DISCARD_SECONDS_MAX):
-            await incoming.wait_read()
-        await refusal.response()(scope, incoming.receive, outgoing.send)
+        await _tell(refusal, scope, incoming, outgoing)
+
+
+async def _tell(refusal: Refusal, scope: Scope, incoming: _Incoming, outgoing: _Outgoing) -> None:
+    """Answer with a refusal. A client that still sends its body hears it at once, and what comes is dropped for a
+    moment: a connection that ends with bytes unread may lose its answer, too."""
+    response = refusal.response()
+    with trio.move_on_after(limits.REST_SECONDS_MAX) as waiting:
+        await incoming.wait_read()
+    if not waiting.cancelled_caught:
+        await response(scope, incoming.receive, outgoing.send)
+        return
+
+    async def send(message: Message) -> None:
+        await outgoing.send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+
+    response.headers["connection"] = "close"
+    await response(scope, incoming.receive, send)
+    with trio.move_on_after(limits.DISCARD_SECONDS_MAX):
+        await incoming.wait_read()
+    await outgoing.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _declared(scope: Scope) -> int:
+    """Bytes that the body will have, as the client says; 0: it does not say."""
+    return int(Headers(scope=scope).get("content-length", "0"))  # h11 lets only numbers through
 
 
 def _refusal(error: BaseException) -> Refusal:
@@ -106,16 +130,19 @@ class _Bodies:
 class _Incoming:
     """The client's side of one request. `run` reads it, until the client goes."""
 
-    def __init__(self, receive: Receive, bodies: _Bodies) -> None:
+    def __init__(self, receive: Receive, bodies: _Bodies, declared: int) -> None:
         self._receive = receive
         self._bodies = bodies
         self._body = bytearray()
         self._taken = 0
+        self._known = trio.Event()  # the whole body, or why it is refused
         self._read = trio.Event()  # the whole body, or as much as will be
         self._refusal: Refusal | None = None
         self._given = False
         self.gone = False  # the client
         self.answered = False  # the last byte is being sent: Hypercorn tells then, too, that the client is gone
+        if declared > limits.BODY_BYTES_MAX:
+            self._refuse(_too_large())
 
     async def run(self, scope: trio.CancelScope) -> None:
         with trio.move_on_after(limits.BODY_SECONDS_MAX) as waiting:
@@ -124,6 +151,7 @@ class _Incoming:
                 return
         if waiting.cancelled_caught:
             self._refuse(Refusal(408, f"the body took over {limits.BODY_SECONDS_MAX:g} s", "timeout"))
+        self._known.set()
         self._read.set()
         while (await self._receive())["type"] != "http.disconnect":
             pass
@@ -145,7 +173,7 @@ class _Incoming:
             if self._refusal is not None:
                 dropped += len(data)
             elif len(self._body) + len(data) > limits.BODY_BYTES_MAX:
-                self._refuse(Refusal(413, f"the body has over {limits.BODY_BYTES_MAX} bytes", "body_too_large"))
+                self._refuse(_too_large())
             elif self._bodies.bytes + len(data) > limits.BODIES_BYTES_MAX:
                 self._refuse(Refusal(429, "this node holds as much text as it can", "overloaded", retry=True))
             else:
@@ -156,8 +184,9 @@ class _Incoming:
                 return False
 
     def _refuse(self, refusal: Refusal) -> None:
-        self._refusal = refusal
+        self._refusal = self._refusal or refusal
         self._body.clear()
+        self._known.set()
 
     def release(self) -> None:
         self._bodies.bytes -= self._taken
@@ -174,13 +203,17 @@ class _Incoming:
         """
         if self._given:
             await trio.sleep_forever()
-        await self._read.wait()
+        await self._known.wait()
         if self._refusal is not None:
             raise self._refusal
         self._given = True
         body = bytes(self._body)
         self._body.clear()
         return {"type": "http.request", "body": body, "more_body": False}
+
+
+def _too_large() -> Refusal:
+    return Refusal(413, f"the body has over {limits.BODY_BYTES_MAX} bytes", "body_too_large")
 
 
 class _Outgoing:

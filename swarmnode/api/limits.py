@@ -71,6 +71,9 @@ LISTEN_RETRY_SECONDS: Final = 5.0
 REFUSE_SECONDS_MAX: Final = 1.0
 """To tell a client that there are too many: the answer fits the kernel's buffer, so this is for a full one."""
 
+REST_SECONDS_MAX: Final = 0.1
+"""For the rest of a body that is refused, which mostly has come already: then the connection goes on."""
+
 DISCARD_SECONDS_MAX: Final = 2.0
 DISCARD_BYTES_MAX: Final = 32 * MIB
 """Of a body that is refused, so much is read and dropped: a client that still writes would miss why it is refused."""
