@@ -143,7 +143,7 @@ def _read_counts(cursor: _Cursor) -> tuple[int, int]:
     magic = cursor.buffer[:4]
     if magic != gt.MAGIC:
         what = _OTHER_FORMATS.get(magic)
-        raise GGUFError(f"is {what}" if what else f"is not a GGUF file (it begins with {magic!r})")
+        raise GGUFError(f"is {what}" if what else "is not a GGUF file: it does not begin with the letters GGUF")
     cursor.need(4)
     version = cursor.u32()
     if version & 0xFFFF == 0:

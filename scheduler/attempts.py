@@ -82,6 +82,12 @@ class Fail:
 AttemptEffect = Submit | Deliver | Finish | Fail
 
 
+def is_passing(attempt: int, error: SwarmError) -> bool:
+    """Whether a request goes on in another attempt after a leader has ended this one with that error."""
+    # A leader that has just taken over may not be ready, or flooded by those that come over with it.
+    return isinstance(error, (NoLeader, NotReady, Overloaded) if attempt > 0 else NoLeader)
+
+
 class Attempts:
     """See the module. Instants are seconds of one monotonic clock.
 
@@ -141,9 +147,7 @@ class Attempts:
             return self._fail(NoLeader(f"the swarm has no leader: {reason}", request_id=self._request_id))
         return self._submit(leader, now)
 
-    def follow(
-        self, leader: Leading | None, reason: str, now: float, *, parted: bool = False
-    ) -> list[AttemptEffect]:
+    def follow(self, leader: Leading | None, reason: str, now: float, *, parted: bool = False) -> list[AttemptEffect]:
         """Who leads, as far as is known now. An attempt that runs is let run until another leader is known.
 
         parted: nobody can be elected now. A request that has no token yet then fails soon; others hope for longer.
@@ -197,9 +201,7 @@ class Attempts:
         """The leader ended the attempt with a typed error."""
         if not self._counts(attempt):
             return []
-        # A leader that has just taken over may not be ready, or flooded by those that come over with it.
-        passing = (NoLeader, NotReady, Overloaded) if attempt > 0 else (NoLeader,)
-        return self._wait(error, now) if isinstance(error, passing) else self._fail(error)
+        return self._wait(error, now) if is_passing(attempt, error) else self._fail(error)
 
     def lost(self, attempt: int, reason: str, now: float) -> list[AttemptEffect]:
         """The attempt's stream broke, was silent for too long, or never came to be."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
@@ -51,27 +52,39 @@ def load_factory(name: str) -> BackendFactory:
         found: BackendFactory = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise UsageError(
-            f"compute.factory {name} cannot be loaded: {error}",
+            f"{name} cannot be loaded: {error}",
             hint="Name it as module:Class, in a module that this Python can import.",
         ) from error
     return found
+
+
+@contextmanager
+def _said_of(key: str) -> Iterator[None]:
+    """What is found wrong in here is that key of the configuration."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"[compute] {key}: {error.message}", hint=error.hint) from error
 
 
 def choose_compute(config: ComputeConfig, threads: int) -> Compute:
     """The configured backend. `factory` names a class that is called with `threads=` and gives an ExpertBackend.
 
     Raises:
-        UsageError: no such device or kernels, or the factory cannot be loaded.
+        UsageError: no such device or kernels, or the factory cannot be loaded; it names the key.
     """
     if config.factory:
-        made = load_factory(config.factory)
+        with _said_of("factory"):
+            made = load_factory(config.factory)
         return Compute(lambda: made(threads=threads), config.factory, "factory", False)
     if config.kernel:
-        launch = launch_of(config.kernel)
+        with _said_of("kernel"):
+            launch = launch_of(config.kernel)
         process = KernelProcess(launch, threads=threads)
         return Compute(process.experts, launch.name, launch.meaning, launch.is_cpu, process)
     if config.backend == "numpy":
         return Compute(lambda: NumpyExperts("float32"), "numpy-f32", "NumPy", False, NumpyRows(np.float32))
-    device = Device(config.device, threads=threads)
+    with _said_of("device"):
+        device = Device(config.device, threads=threads)
     info, rows = device.info, GgmlRows(device)
     return Compute(lambda: GgmlExperts(device), device.name, info.description, info.is_cpu, rows)

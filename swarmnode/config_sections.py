@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from multiaddr import Multiaddr
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from backends.variants import VARIANTS
 from capabilities.errors import UsageError
 from scheduler.availability import Window
 from swarmnode.http_address import check_host, check_key, check_listen, check_origin, http_address
@@ -57,6 +58,13 @@ def _check_hours(value: tuple[str, ...]) -> tuple[str, ...]:
 def _check_mbit(value: float) -> float:
     if 0 < value < 1:
         raise ValueError("must be 0 (no limit) or at least 1: whoever fetches gives up on a slower source")
+    return value
+
+
+def _check_kernel(value: str) -> str:
+    names = [variant.name for variant in VARIANTS]
+    if value and value not in names:
+        raise ValueError(f"must be one of {', '.join(names)}")
     return value
 
 
@@ -229,7 +237,7 @@ class ComputeConfig(Section):
     """ggml's name of the device to compute on, for example CPU, CUDA0 or Vulkan0. Empty: the first GPU that the
     installed llama-cpp-python was built for, else the CPU."""
 
-    kernel: Annotated[str, Field(max_length=32, pattern=r"^[a-z0-9._]*$")] = ""
+    kernel: Annotated[str, AfterValidator(_check_kernel)] = ""
     """Kernels of another build, by their name in `swarmctl kernels list`, for example haswell or vulkan. They compute
     experts in a process of their own. Empty: those of the installed llama-cpp-python."""
 

@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from swarmnode.local_swarm import STOP_SECONDS_MAX, LocalSwarm
 from swarmnode.paths import shared_cache_folder
 from swarmnode.prompt_messages import Ask, new_request_id
 from swarmnode.undivided import Undivided
+from swarmnode.verify import first_difference
 
 PROMPT: Final = "Why is sleep important?"
 MAX_TOKENS: Final = 120
@@ -100,19 +101,20 @@ def _ask_and_prove(
         undivided.close()
     progress("llama.cpp on the undivided model", 1, 1)
     status = asker.status()
-    first = next(
-        (i for i, pair in enumerate(zip(answer["tokens"], expected.tokens, strict=False)) if pair[0] != pair[1]), None
-    )
-    identical = list(expected.tokens) == answer["tokens"]
     return {
-        "identical": identical,
-        "first_difference": None if identical else (first if first is not None else len(expected.tokens)),
+        **compared(answer["tokens"], expected.tokens),
         "asked": asker.name,
         "prompt": prompt,
         "answer": answer,
         "undivided_tokens": list(expected.tokens),
         "status": status,
     }
+
+
+def compared(tokens: Sequence[int], expected: Sequence[int]) -> dict[str, Any]:
+    """An answer's tokens beside llama.cpp's own, as the demo tells it."""
+    first = first_difference(tokens, expected)
+    return {"identical": first is None, "first_difference": None if first is None else first["index"]}
 
 
 def proof_line(result: dict[str, Any]) -> str:

@@ -81,6 +81,11 @@ def test_budgets_follow_the_machine_unless_given() -> None:
             "[node] listen must be an address such as /ip4/0.0.0.0/tcp/11436, not '0.0.0.0:3'",
         ),
         ("[node]\nname = 'a b'", "[node] name must be 1 to 63 letters, digits, dots, dashes or underscores, not 'a b'"),
+        (
+            "[compute]\nkernel = 'nope'",
+            "[compute] kernel must be one of x64, sse42, sandybridge, piledriver, haswell, skylakex, icelake, zen4,"
+            " armv8.0_1, armv8.2_1, armv8.2_2, vulkan, not 'nope'",
+        ),
         ("[compute]\nfactory = 'os.system'", "[compute] factory must be module:Class, not 'os.system'"),
         (f"[swarm]\nleader = '{LEADER}'", '[swarm] leader is for workers: set role = "worker", or leave it empty'),
         (

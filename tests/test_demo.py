@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from backends.demo_model import ensure_demo_model
+from swarmnode.demo import compared
 from swarmnode.paths import shared_cache_folder
 
 COMMAND = [sys.executable, "-c", "from swarmnode.cli.ctl import main; main()", "demo"]
@@ -54,6 +55,13 @@ def test_the_answer_equals_llama_cpp_and_nothing_is_left(environment: dict[str, 
     assert result["status"]["ready"] is True
     assert _daemons(tmp_path) == []
     assert list(tmp_path.glob("swarmnode-demo-*")) == []
+
+
+@pytest.mark.parametrize(("tokens", "first"), [((5, 6), None), ((5,), 1), ((5, 6, 7), 2), ((4, 6), 0)])
+def test_the_first_difference_is_where_the_shorter_answer_ends_or_before(
+    tokens: tuple[int, ...], first: int | None
+) -> None:
+    assert compared(tokens, (5, 6)) == {"identical": first is None, "first_difference": first}
 
 
 @pytest.mark.timeout(TIMEOUT_S)

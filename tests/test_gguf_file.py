@@ -117,7 +117,7 @@ def _rename(sample: Sample, name: str | bytes) -> None:
 
 
 HEADER_FAULTS: dict[str, tuple[Change, str]] = {
-    "magic": (lambda s: setattr(s, "magic", b"GGUX"), "is not a GGUF file (it begins with b'GGUX')"),
+    "magic": (lambda s: setattr(s, "magic", b"GGUX"), "is not a GGUF file: it does not begin with the letters GGUF"),
     "web page": (lambda s: setattr(s, "magic", b"<!DO"), "is a web page"),
     "lfs pointer": (lambda s: setattr(s, "magic", b"vers"), "Git LFS pointer"),
     "ggml file": (lambda s: setattr(s, "magic", b"tjgg"), "before GGUF"),
@@ -274,9 +274,9 @@ def test_a_strange_file_name_stays_on_one_line(tmp_path: Path) -> None:
 def test_a_header_of_endless_strings_is_bounded_in_time(tmp_path: Path) -> None:
     sample = moe_sample().set("general.name", struct.pack("<IIQ", 9, 8, 1 << 23) + bytes(8 << 23))
     sample.set("olmoe.more", struct.pack("<IIQ", 9, 8, 1))
-    before = time.perf_counter()
+    before = time.process_time()
     assert "elements" in fault_of(sample.write(tmp_path / "slow.gguf"))
-    assert time.perf_counter() - before < 6
+    assert time.process_time() - before < 6
     path = tmp_path / "large.gguf"
     path.write_bytes(moe_sample().set("general.name", struct.pack("<IQ", 8, HEADER_BYTES_MAX)).to_bytes())
     os.truncate(path, 2 * HEADER_BYTES_MAX)
@@ -287,18 +287,18 @@ def test_a_large_vocabulary_opens_in_a_second(tmp_path: Path) -> None:
     sample = moe_sample().set("tokenizer.ggml.tokens", _tokens(150_000)).set("tokenizer.ggml.merges", _tokens(300_000))
     sample.set("tokenizer.ggml.scores", numbers(6, [0.0] * 150_000)).drop("tokenizer.ggml.token_type")
     path = sample.write(tmp_path / "model.gguf")
-    before = time.perf_counter()
+    before = time.process_time()
     GGUFFile.open(path).close()
-    assert time.perf_counter() - before < 1
+    assert time.process_time() - before < 1
 
 
 def test_thousands_of_tensors_open_in_a_second(tmp_path: Path) -> None:
     sample = moe_sample()
     sample.tensors += [SampleTensor(f"extra.{index}.weight", (8,), F32, bytes(32)) for index in range(20_000)]
     path = sample.write(tmp_path / "model.gguf")
-    before = time.perf_counter()
+    before = time.process_time()
     GGUFFile.open(path).close()
-    assert time.perf_counter() - before < 1
+    assert time.process_time() - before < 1
 
 
 def test_other_files_in_the_folder_do_not_matter(tmp_path: Path) -> None:

@@ -162,13 +162,20 @@ def test_targets_have_names_of_their_own() -> None:
         assert kernels_called(name) is None
 
 
+def test_a_wrong_target_is_told_which_there_are() -> None:
+    with pytest.raises(UsageError, match="there is no ggml-tpu") as caught:
+        find_target("ggml-tpu")
+    for name in ("ggml-cpu", "reference:q8", "peer:NAME", "`swarmctl kernels list`", "module:Class"):
+        assert name in caught.value.hint
+
+
 def test_kernels_that_are_not_built_are_named_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "kernels_folder", lambda: tmp_path)
     for name, option in (("x64", "build`"), ("armv8.2_2", "build --arm64`"), ("vulkan", "build --vulkan`")):
         with pytest.raises(UsageError, match="not built") as caught:
             find_target(next(variant.target for variant in VARIANTS if variant.name == name))
         assert option in caught.value.hint
-        with pytest.raises(UsageError, match="not built"):
+        with pytest.raises(UsageError, match=r"\[compute\] kernel: .* not built"):
             choose_compute(ComputeConfig(kernel=name), 1)
 
 

@@ -295,6 +295,8 @@ async def test_an_answer_is_continued_where_another_leader_stopped(autojump_cloc
         assert replies[:-1] == [Queued(0), Token(2, 7, "x")]
         assert isinstance(replies[-1], Failed)
         assert replies[-1].error.details["request_id"] == "req-1"
+        s = leader.service.statistics
+        assert (s.accepted, s.failed, s.cancelled) == (1, 0, 1), "it goes on elsewhere"
         assert leader.events == ["begin req-1", "end req-1"]
 
 
@@ -311,6 +313,20 @@ async def test_a_newer_attempt_takes_the_place_of_one_that_still_runs(autojump_c
         await trio.testing.wait_all_tasks_blocked()
         assert isinstance(new[-1], Done)
         assert leader.events == ["end req-1"]
+        s = leader.service.statistics
+        assert (s.accepted, s.finished, s.failed, s.cancelled) == (2, 1, 0, 1)
+
+
+@pytest.mark.parametrize(("error", "failed"), [(NotReady("it waits for workers"), 0), (None, 1)])
+async def test_an_attempt_that_its_asker_repeats_has_not_failed(
+    autojump_clock: MockClock, error: NotReady | None, failed: int
+) -> None:
+    async with lab() as leader, trio.open_nursery() as nursery:
+        leader.ready = error
+        (reply,) = await sent(leader, nursery, ask(attempt=1, generated=(7,), prompt="abc" if error else ""))
+        assert isinstance(reply, Failed)
+        s = leader.service.statistics
+        assert (s.accepted, s.failed, s.cancelled) == (0, failed, 0)
 
 
 @pytest.mark.parametrize("who", ["an older attempt", "the same attempt", "somebody else"])

@@ -133,8 +133,8 @@ def find_target(name: str, swarm: Callable[[], Swarm] = no_swarm, sizes: Sizes =
         return Target(name, lambda: make(threads=_THREADS))
     raise UsageError(
         f"there is no {name} to compare with",
-        hint=f"Choose from: {', '.join([*devices, *_REFERENCES])}; kernels of `swarmctl kernels list`; or a class"
-        " of your own as module:Class.",
+        hint=f"Choose from: {', '.join([*devices, *_REFERENCES])}; {PREFIX}NAME, a peer of the swarm; kernels of"
+        " `swarmctl kernels list`; or a class of your own as module:Class.",
     )
 
 

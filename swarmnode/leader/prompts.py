@@ -19,6 +19,7 @@ import trio
 
 from backends.vocabulary import Vocabulary
 from capabilities.errors import NotReady, Overloaded, RequestCancelled, SwarmError, UsageError
+from scheduler.attempts import is_passing
 from scheduler.requests import Effect, FailedEffect, FinishedEffect, QueuedEffect, Request, TokenEffect
 from swarmnode import limits
 from swarmnode.leader.asked import Reader
@@ -47,6 +48,8 @@ _LAST_WORDS_S: Final = 1.0  # for replies to leave when the leader stops
 
 @dataclass
 class PromptStatistics:
+    """`failed` are requests that ended here without their answer; one that its asker takes elsewhere has not failed."""
+
     accepted: int = 0
     finished: int = 0
     failed: int = 0
@@ -101,7 +104,7 @@ class PromptService:
                 )
             except SwarmError as error:
                 send.send_nowait(Failed(error))
-            async with aclosing(self._replies(receive, log)) as replies:
+            async with aclosing(self._replies(receive, log, ask.attempt, submitted)) as replies:
                 yield replies
         finally:
             if submitted:
@@ -126,7 +129,9 @@ class PromptService:
             raise reason
         return await self._reader.request(ask, _name(ask))
 
-    async def _replies(self, receive: trio.MemoryReceiveChannel[Reply], log: Any) -> AsyncGenerator[Reply, None]:
+    async def _replies(
+        self, receive: trio.MemoryReceiveChannel[Reply], log: Any, attempt: int, submitted: bool
+    ) -> AsyncGenerator[Reply, None]:
         ended = False
         try:
             while not ended:
@@ -134,6 +139,8 @@ class PromptService:
                 with trio.move_on_after(limits.PROMPT_KEEPALIVE_SECONDS):
                     reply = await receive.receive()
                 ended = self._count(reply, log)
+                if isinstance(reply, Failed):
+                    self._count_failure(reply.error, attempt, submitted)
                 yield reply
         finally:
             if not ended:
@@ -157,10 +164,15 @@ class PromptService:
                 )
                 return True
             case Failed(error):
-                self.statistics.failed += 1
                 log.warning("request.failed", role="leader", error=loggable(error))
                 return True
         return False
+
+    def _count_failure(self, error: SwarmError, attempt: int, submitted: bool) -> None:
+        if not (isinstance(error, RequestCancelled) or is_passing(attempt, error)):
+            self.statistics.failed += 1
+        elif submitted:
+            self.statistics.cancelled += 1
 
 
 class PromptStreams:
