@@ -40,8 +40,10 @@ class ProgressLines:
 def run_child(work: Callable[[Report], Any]) -> int:
     """Main of a child process: run `work`, write its result or its error as the last line, return the exit status.
 
-    SIGTERM ends `work` like an exception, so that it leaves nothing half done.
+    SIGTERM ends `work` like an exception, so that it leaves nothing half done. Before llama.cpp aborts it would run a
+    debugger over this process, which takes seconds and tells nobody anything.
     """
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         result = work(ProgressLines())

@@ -8,6 +8,7 @@ architecture: those are llama.cpp's, and a child process meets them first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 from backends import expert_tensors as et
@@ -18,6 +19,8 @@ ARCHITECTURE_BYTES_MAX = 64
 VOCABULARY_MAX = 1 << 24  # 64 times the largest known; llama.cpp allocates 50 bytes for each token that a file claims
 CONTEXT_MAX = 1 << 30  # 100 times the longest known
 _HEADS_MAX = 1 << 16
+_CACHE_WIDTH_MAX = 1 << 21  # keys of one token in all layers; the widest known has 61 of 128 x 192. A GB in 256 cells
+_GATING_MAX = 4  # llama.cpp aborts beyond
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")  # llama.cpp aborts on any other
 _DENSE_IF_SINGLE = ("hunyuan-dense", "hunyuan_vl")  # llama.cpp takes their single "expert" for none
 
@@ -55,7 +58,7 @@ def check_architecture(metadata: Metadata) -> str:
     if not isinstance(name, str):
         raise GGUFError("general.architecture is not a string")
     if not name or not name.isascii() or not name.isprintable() or len(name) > ARCHITECTURE_BYTES_MAX:
-        raise GGUFError(f"general.architecture is {shown(name)!r}, not a name")
+        raise GGUFError(f"general.architecture is \"{shown(name)}\", not a name")
     kind = metadata.get("general.type", "model")
     if name == "clip" or kind in ("mmproj", "adapter", "imatrix"):
         raise GGUFError(f"is a companion file ({'mmproj' if name == 'clip' else kind}), not a language model")
@@ -115,18 +118,36 @@ def _check_sizes(keys: _Keys) -> int:
     keys.number("embedding_length", 1, et.WIDTH_MAX)
     keys.number("vocab_size", 0, VOCABULARY_MAX, default=0)
     keys.per_layer("feed_forward_length", n_layers, et.WIDTH_MAX)
-    keys.per_layer("attention.head_count", n_layers, _HEADS_MAX)
-    keys.per_layer("attention.head_count_kv", n_layers, _HEADS_MAX)
+    _check_attention(keys, n_layers)
     scaling = keys.metadata.get(keys.key("rope.scaling.type"), "linear")
     if scaling not in _ROPE_SCALINGS:
         raise GGUFError(
-            f"{keys.key('rope.scaling.type')} is {shown(str(scaling))!r}, none of {', '.join(_ROPE_SCALINGS)}"
+            f"{keys.key('rope.scaling.type')} is \"{shown(str(scaling))}\", none of {', '.join(_ROPE_SCALINGS)}"
         )
     return n_layers
 
 
+def _check_attention(keys: _Keys, n_layers: int) -> None:
+    """A token's keys and values fit into memory, and norms have an epsilon: below zero llama.cpp aborts."""
+    heads = keys.per_layer("attention.head_count", n_layers, _HEADS_MAX)
+    cached = keys.per_layer("attention.head_count_kv", n_layers, _HEADS_MAX) or heads
+    default = keys.number("embedding_length", 1, et.WIDTH_MAX) // max((1, *heads[:1]))
+    for name in ("key_length", "value_length", "key_length_swa", "value_length_swa"):
+        width = keys.number(f"attention.{name}", 0, et.WIDTH_MAX, default=default)
+        if sum(cached) * width > _CACHE_WIDTH_MAX:
+            raise GGUFError(
+                f"wants a cache of {sum(cached) * width:,} numbers a token for attention ({name}); "
+                f"the limit is {_CACHE_WIDTH_MAX:,}"
+            )
+    for name in ("layer_norm_epsilon", "layer_norm_rms_epsilon", "group_norm_epsilon"):
+        epsilon = keys.metadata.get(keys.key(f"attention.{name}"), 0.0)
+        if isinstance(epsilon, float) and not 0 <= epsilon < math.inf:
+            raise GGUFError(f"{keys.key(f'attention.{name}')} is {epsilon:g}; it must be a number from zero up")
+
+
 def _check_expert_keys(keys: _Keys, n_layers: int) -> None:
     """The relations between expert counts that llama.cpp asserts."""
+    keys.number("expert_gating_func", 0, _GATING_MAX, default=0)
     n_expert = keys.number("expert_count", 0, et.EXPERTS_MAX, default=0)
     used = max(keys.per_layer("expert_used_count", n_layers, et.EXPERTS_MAX), default=0)
     groups = keys.number("expert_group_count", 0, et.EXPERTS_MAX, default=0)
@@ -204,5 +225,5 @@ def _check_tokens_differ(tokens: Iterable[bytes]) -> None:
     for index, raw in enumerate(tokens):
         text = raw.partition(b"\0")[0] or b"[EMPTY_%d]" % index
         if text in seen:
-            raise GGUFError(f"token {index} of tokenizer.ggml.tokens repeats another: {shown(text)!r}")
+            raise GGUFError(f"token {index} of tokenizer.ggml.tokens repeats another: \"{shown(text)}\"")
         seen.add(text)

@@ -24,7 +24,7 @@ from backends.device import Device, list_devices
 from backends.ggml import library
 from backends.moe_hook import Hook
 from backends.vocabulary import Vocabulary
-from backends.weight_layout import WeightLayout, batch_invariant_layout
+from backends.weight_layout import WeightLayout, choose_layout
 from capabilities.errors import BadModelFile, Internal
 
 F32 = NDArray[np.float32]
@@ -111,9 +111,9 @@ class LlamaModel:
     def _load(self, path: Path) -> Any:
         params = lc.llama_model_default_params()
         params.n_gpu_layers = self.settings.gpu_layers
-        layout = WeightLayout(self.settings.repack)
-        if self.settings.repack and not self.settings.fast:
-            layout = batch_invariant_layout(path, _cpu())
+        layout = WeightLayout(may_repack=False)
+        if self.settings.repack:
+            layout = choose_layout(path, _cpu(), batch_invariant=not self.settings.fast)
         overrides = list(layout.overrides)
         if self.hook is not None and any(not d.is_cpu for d in list_devices()):
             # Experts of width 1 miss every fast GPU kernel; on the CPU their inputs arrive in memory that we can read.

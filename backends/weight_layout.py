@@ -5,6 +5,9 @@ the rest one by one, and for some types (Q2_K, Q4_K on x86) the two ways add in 
 dense weights is tried out here, once a process. If all agree, llama.cpp chooses as it likes. If one does not, dense
 weights stay plain; experts are repacked all the same, for products over experts take token by token, and workers
 repack theirs.
+
+Chunk experts (`_chexps`) must not be repacked at all: two experts of a token may share one, and ggml's products with
+repacked weights have room for each id once a token. What comes twice overwrites another row, or other memory.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from backends.ggml import STATUS_SUCCESS, TYPE_F32, InitParams, library, read_te
 from backends.gguf_file import GGUFFile, TensorInfo
 from capabilities.errors import Internal
 
+_CHUNK_EXPERTS = re.compile(r"blk\.\d+\.ffn_\w+_chexps\.weight")
 _ROWS, _WIDTH, _TOKENS = 64, 512, 7  # seven tokens: four together and three alone
 
 
@@ -36,7 +40,7 @@ class WeightLayout:
     overrides: tuple[tuple[bytes, int], ...] = ()
 
 
-def batch_invariant_layout(path: Path, device: Device) -> WeightLayout:
+def choose_layout(path: Path, device: Device, *, batch_invariant: bool) -> WeightLayout:
     """The layout for a model's file on a CPU.
 
     Raises:
@@ -44,10 +48,15 @@ def batch_invariant_layout(path: Path, device: Device) -> WeightLayout:
     """
     with GGUFFile.open(path) as gguf:
         tensors = list(gguf.tensors.values())
-    dense = {info.type for info in tensors if len(info.shape) == 2 and device.repack_type(info.type, info.shape)}
-    if all(_repacks_evenly(device, kind) for kind in sorted(dense)):
+    chunks = any(_CHUNK_EXPERTS.fullmatch(info.name) and _may_repack(info, device) for info in tensors)
+    dense = {info.type for info in tensors if len(info.shape) == 2 and _may_repack(info, device)}
+    if not chunks and (not batch_invariant or all(_repacks_evenly(device, kind) for kind in sorted(dense))):
         return WeightLayout(may_repack=True)
     return WeightLayout(may_repack=False, overrides=tuple(_repacked_experts(tensors, device)))
+
+
+def _may_repack(info: TensorInfo, device: Device) -> bool:
+    return bool(device.repack_type(info.type, info.shape))
 
 
 def _repacked_experts(tensors: Iterable[TensorInfo], device: Device) -> Iterable[tuple[bytes, int]]:

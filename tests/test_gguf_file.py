@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import struct
 import time
@@ -35,6 +36,7 @@ from tests.gguf_samples import (
 )
 
 Change = Callable[[Sample], object]
+ENDLESS_S = 30.0  # of the processor: what grows with the square of a file's counts takes longer, all else a second
 
 
 def _ggml() -> ctypes.CDLL:
@@ -187,7 +189,16 @@ MODEL_FAULTS: dict[str, tuple[Change, str]] = {
     "vocabulary huge": (lambda s: s.set("olmoe.vocab_size", u32(1 << 31)), "vocab_size is 2,147,483,648"),
     "widths array": (lambda s: s.set("olmoe.feed_forward_length", numbers(4, [1])), "must have 2 elements"),
     "heads floats": (lambda s: s.set("olmoe.attention.head_count", numbers(6, [1, 1])), "UINT32 or INT32"),
-    "rope scaling": (lambda s: s.set("olmoe.rope.scaling.type", text("round")), "'round', none of none, linear"),
+    "key length": (
+        lambda s: s.set("olmoe.attention.head_count_kv", u32(65535)).set("olmoe.attention.key_length", u32(64)),
+        "8,388,480 numbers a token for attention (key_length)",
+    ),
+    "value length": (lambda s: s.set("olmoe.attention.value_length", u32(1 << 20)), "for attention (value_length)"),
+    "key length type": (lambda s: s.set("olmoe.attention.key_length", number(5, 8)), "key_length has type INT32"),
+    "epsilon": (lambda s: s.set("olmoe.attention.layer_norm_rms_epsilon", number(6, -1e-5)), "is -1e-05; it must"),
+    "epsilon nan": (lambda s: s.set("olmoe.attention.layer_norm_rms_epsilon", number(6, math.nan)), "is nan; it must"),
+    "gating": (lambda s: s.set("olmoe.expert_gating_func", u32(5)), "expert_gating_func is 5"),
+    "rope scaling": (lambda s: s.set("olmoe.rope.scaling.type", text("round")), '"round", none of none, linear'),
     "experts type": (lambda s: s.set("olmoe.expert_count", number(0, 4)), "expert_count has type UINT8"),
     "experts 0": (lambda s: s.set("olmoe.expert_count", u32(0)), "more than olmoe.expert_count (0)"),
     "experts 2048": (lambda s: s.set("olmoe.expert_count", u32(2048)), "expert_count is 2,048"),
@@ -283,7 +294,7 @@ def test_a_header_of_endless_strings_is_bounded_in_time(tmp_path: Path) -> None:
     assert "more than 256 MiB" in fault_of(path)
 
 
-def test_a_large_vocabulary_opens_in_a_second(tmp_path: Path) -> None:
+def test_a_large_vocabulary_opens(tmp_path: Path) -> None:
     sample = moe_sample().set("tokenizer.ggml.tokens", _tokens(150_000)).set("tokenizer.ggml.merges", _tokens(300_000))
     sample.set("tokenizer.ggml.scores", numbers(6, [0.0] * 150_000)).drop("tokenizer.ggml.token_type")
     path = sample.write(tmp_path / "model.gguf")
@@ -292,7 +303,7 @@ def test_a_large_vocabulary_opens_in_a_second(tmp_path: Path) -> None:
     assert time.process_time() - before < 1
 
 
-def test_thousands_of_tensors_open_in_a_second(tmp_path: Path) -> None:
+def test_thousands_of_tensors_open(tmp_path: Path) -> None:
     sample = moe_sample()
     sample.tensors += [SampleTensor(f"extra.{index}.weight", (8,), F32, bytes(32)) for index in range(20_000)]
     path = sample.write(tmp_path / "model.gguf")
@@ -308,7 +319,7 @@ def test_other_files_in_the_folder_do_not_matter(tmp_path: Path) -> None:
     GGUFFile.open(moe_sample().write(tmp_path / "model-00001-of-00002.gguf")).close()  # says nothing of parts
 
 
-@settings(max_examples=400, deadline=2_000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_bytes_open_or_are_refused_and_ggml_agrees(tmp_path: Path, data: st.DataObject) -> None:
     """Whatever happens to a header: BadModelFile, or a file that ggml's own reader takes as well."""

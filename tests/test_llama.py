@@ -15,7 +15,7 @@ from backends.experts import F32, I32
 from backends.llama import LlamaModel, LlamaSettings
 from backends.moe_hook import LearningHook
 from backends.vocabulary import Vocabulary
-from backends.weight_layout import WeightLayout, batch_invariant_layout
+from backends.weight_layout import WeightLayout, choose_layout
 from capabilities.errors import BadModelFile, Internal, UsageError
 from tests.expert_models import take_apart, tiny_file
 from tests.tiny_architectures import KINDS, RECURRENT, write_tiny_model
@@ -43,6 +43,7 @@ INVARIANT = [
     *(("olmoe", kind) for kind in ("f16", "bf16", "q4_0", "q4_1", "q8_0", "q4_k", "q6_k", "mxfp4")),
     ("deepseek2-merged", "q4_k"),
     ("gpt-oss", "q4_0"),
+    ("grovemoe", "q4_0"),  # two of a token's experts may share a chunk
 ]
 
 
@@ -107,7 +108,7 @@ def test_types_that_repack_unevenly_stay_plain_but_for_experts() -> None:
     cpu = Device("CPU")
     if not cpu.repack_type(12, (256, 256)):
         pytest.skip("this processor's llama.cpp repacks no Q4_K")
-    layout = batch_invariant_layout(tiny_file("deepseek2-merged", "q4_k"), cpu)
+    layout = choose_layout(tiny_file("deepseek2-merged", "q4_k"), cpu, batch_invariant=True)
     repacked = cpu.extra_buffer_types[-1]
     assert not layout.may_repack
     assert layout.overrides == (
@@ -118,7 +119,21 @@ def test_types_that_repack_unevenly_stay_plain_but_for_experts() -> None:
 
 def test_other_models_are_repacked_as_llama_cpp_likes() -> None:
     for quantisation in ("f32", "q4_0", "mxfp4", "q8_0"):
-        assert batch_invariant_layout(tiny_file("olmoe", quantisation), Device("CPU")) == WeightLayout(may_repack=True)
+        layout = choose_layout(tiny_file("olmoe", quantisation), Device("CPU"), batch_invariant=True)
+        assert layout == WeightLayout(may_repack=True)
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_chunk_experts_stay_plain(batch_invariant: bool) -> None:
+    cpu = Device("CPU")
+    if not (repacked := cpu.repack_type(2, (64, 32, 4))):
+        pytest.skip("this processor's llama.cpp repacks no Q4_0")
+    layout = choose_layout(tiny_file("grovemoe", "q4_0"), cpu, batch_invariant=batch_invariant)
+    assert not layout.may_repack
+    assert layout.overrides == tuple(
+        (rf"^blk\.(0|1)\.ffn_{name}_exps\.weight$".encode(), repacked) for name in ("gate", "up", "down")
+    )
+    assert choose_layout(tiny_file("grovemoe"), cpu, batch_invariant=batch_invariant).may_repack
 
 
 def test_the_trial_notices_an_uneven_type(monkeypatch: pytest.MonkeyPatch) -> None:

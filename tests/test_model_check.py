@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from swarmnode import model_check, models
 from swarmnode.local_experts import LocalExperts
 from swarmnode.model_check import CheckReport, check_model
 from tests.expert_models import quiet, tiny_file
+from tests.gguf_samples import moe_sample, numbers
 from tests.tiny_architectures import KINDS, write_tiny_model
 from tests.tiny_models import N_EXPERT, TinyWriter
 
@@ -57,7 +59,7 @@ def test_architectures_are_bit_identical_over_three_workers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("quantisation", ["q4_0", "q4_1", "q8_0", "q4_k", "q6_k", "mxfp4", "f16", "bf16"])
-@pytest.mark.parametrize("kind", ["olmoe", "gpt-oss", "deepseek2-merged"])
+@pytest.mark.parametrize("kind", ["olmoe", "gpt-oss", "deepseek2-merged", "grovemoe"])
 def test_quantised_models_are_bit_identical(kind: str, quantisation: str) -> None:
     assert check_model(tiny_file(kind, quantisation), 3, quiet).passed
 
@@ -308,6 +310,16 @@ async def test_a_crash_of_the_child_is_one_line() -> None:
     assert "want of memory" in error.message
     assert "status 3" in (await end_of("raise SystemExit(3)")).message
     assert isinstance(await end_of("pass"), Internal)
+
+
+def test_no_debugger_runs_when_llama_cpp_aborts(tmp_path: Path) -> None:
+    """The layers want different numbers of experts, which this architecture's graph is not made for."""
+    moe_sample().set("olmoe.expert_used_count", numbers(4, [1, 2])).write(tmp_path / "uneven.gguf")
+    command = [sys.executable, "-m", "swarmnode.model_check", str(tmp_path / "uneven.gguf"), "2"]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGABRT
+    assert b"GGML_ASSERT" in done.stderr
+    assert len(done.stderr.splitlines()) < 3
 
 
 async def test_an_ended_child_that_said_its_error_is_believed() -> None:
