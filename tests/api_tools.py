@@ -17,6 +17,7 @@ from swarmnode.api.service import Http
 from swarmnode.config_sections import ApiConfig
 from swarmnode.paths import find_paths
 from swarmnode.prompt_messages import Alive, Ask, Done, Reply, Token
+from tests.patience import PATIENCE_S
 
 MODEL = {"name": "tiny", "id": "ab" * 32, "combine": "router-order"}
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -90,7 +91,7 @@ class FakeSwarm:
 
     async def next(self) -> Conversation:
         """The request that comes next, or the one that came last."""
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             await self.came.wait()
         self.came = trio.Event()
         return self.conversations[-1]
@@ -129,7 +130,7 @@ class Served:
     async def connect(self) -> trio.SocketStream:
         return await trio.open_tcp_stream("127.0.0.1", self.port)
 
-    async def raw(self, data: bytes, seconds: float = 5.0) -> bytes:
+    async def raw(self, data: bytes, seconds: float = PATIENCE_S) -> bytes:
         """Everything that comes back for these bytes, until the server closes."""
         with trio.fail_after(seconds):
             async with await self.connect() as stream:
@@ -138,7 +139,7 @@ class Served:
 
     @asynccontextmanager
     async def client(self, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
-        async with httpx.AsyncClient(base_url=self.url, timeout=10, **options) as client:
+        async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S, **options) as client:
             yield client
 
 

@@ -20,9 +20,9 @@ import trio
 
 from swarmnode.control import serve_control
 from swarmnode.paths import find_paths
+from tests.patience import PATIENCE_S
 
 SWARMCTL: Final = [sys.executable, "-c", "from swarmnode.cli.ctl import main; main()"]
-_STEP_S: Final = 20.0
 
 
 @contextmanager
@@ -43,12 +43,12 @@ def control_thread(data_dir: Path, handlers: Mapping[str, Any]) -> Iterator[None
 
     thread = threading.Thread(target=trio.run, args=(serve,))
     thread.start()
-    assert started.wait(10)
+    assert started.wait(PATIENCE_S)
     try:
         yield
     finally:
         trio.from_thread.run_sync(stop.set, trio_token=token[0])
-        thread.join(10)
+        thread.join(PATIENCE_S)
 
 
 class Terminal:
@@ -71,14 +71,14 @@ class Terminal:
 
     def wait(self, condition: Callable[[str], Any]) -> None:
         """Until `condition` holds of what was shown."""
-        deadline = time.monotonic() + _STEP_S
+        deadline = time.monotonic() + PATIENCE_S
         while not condition(self.shown):
             assert time.monotonic() < deadline, self.shown
             self._read()
 
     def end(self) -> int:
         """The exit status, once it has ended."""
-        deadline = time.monotonic() + _STEP_S
+        deadline = time.monotonic() + PATIENCE_S
         while self.process.poll() is None:
             assert time.monotonic() < deadline, self.shown
             self._read()

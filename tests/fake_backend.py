@@ -9,6 +9,7 @@ from typing import Any
 from backends.experts import F32, I32
 from backends.manifest import LayerExperts
 from tests.memory_swarm import rows_of
+from tests.patience import PATIENCE_S
 
 
 class FakeBackend:
@@ -30,7 +31,7 @@ class FakeBackend:
     ) -> None:
         if self.fault is not None:
             raise self.fault
-        assert self.hold.wait(10)
+        assert self.hold.wait(PATIENCE_S)
         for expert in experts:
             for index, tensor in enumerate(layer.tensors):
                 assert len(read(expert, index)) == tensor.nbytes
@@ -41,7 +42,7 @@ class FakeBackend:
 
     def compute(self, layer: int, x: F32, tokens: I32, experts: I32, *, ask_f32: bool = False) -> F32:
         self.computing.set()
-        assert self.hold.wait(10)
+        assert self.hold.wait(PATIENCE_S)
         assert not self.closed, "memory was freed under a kernel"
         if self.fault is not None:
             raise self.fault

@@ -43,6 +43,7 @@ from swarmnode.net.interface import Network, NetworkError, PeerId, Stream, Strea
 from swarmnode.net.libp2p_host import Libp2pNetwork, open_libp2p_network
 from swarmnode.pinger import serve_pings
 from swarmnode.wire import encode_frame, read_frame
+from tests.patience import PATIENCE_S
 
 
 class Proxy:
@@ -260,7 +261,7 @@ def bad_frames() -> Iterator[tuple[str, bytes]]:
     yield "a list of wrong types", encode_frame([1, "x", None, -1, 2**63])
 
 
-async def is_refused(network: Network, peer: str, protocol: str, data: bytes, seconds: float = 5.0) -> bool:
+async def is_refused(network: Network, peer: str, protocol: str, data: bytes, seconds: float = PATIENCE_S) -> bool:
     """Whether the other side ends the stream after these bytes, or answers with an error."""
     with trio.move_on_after(seconds):
         try:

@@ -158,7 +158,7 @@ class LeadingSwarm:
         return hand
 
     async def until_ready(self) -> None:
-        await eventually(lambda: self.ready, 20)
+        await eventually(lambda: self.ready)
 
 
 @asynccontextmanager

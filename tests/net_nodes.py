@@ -17,6 +17,7 @@ from swarmnode.net.libp2p_host import Libp2pNetwork, open_libp2p_network
 from swarmnode.net.noise_session import NoiseHandshake
 from swarmnode.net.tcp import TcpTransport
 from tests.net_tools import RawPeer, accept_nothing
+from tests.patience import PATIENCE_S
 from tests.test_net_conformance import ECHO, LOOPBACK, ask, echo
 
 
@@ -30,7 +31,7 @@ async def network(identity: Identity | None = None, psk: bytes | None = None) ->
 
 async def check_service(node: Libp2pNetwork) -> None:
     """A newcomer connects to `node` and is served, soon."""
-    with trio.fail_after(3):
+    with trio.fail_after(PATIENCE_S):
         async with network() as newcomer:
             await newcomer.connect(node.addresses[0])
             assert await ask(await newcomer.open_stream(node.peer_id, ECHO), b"honest") == b"honest"

@@ -16,6 +16,7 @@ from swarmnode.net.interface import ConnectionLost
 from swarmnode.net.muxer import Muxer, ReceiveBudget
 from swarmnode.net.noise_session import NoiseHandshake, NoiseSession
 from swarmnode.net.tcp import TcpLink, TcpTransport
+from tests.patience import PATIENCE_S
 
 DATA, WINDOW, PING, GO_AWAY = range(4)
 SYN, ACK, FIN, RST = 1, 2, 4, 8
@@ -112,7 +113,7 @@ class RawPeer:
         return kind, flags, stream_id, value, body
 
     async def skip_to(self, kind: int, flags: int) -> tuple[int, int, int, int, bytes]:
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             while True:
                 got = await self.frame()
                 if got[0] == kind and got[1] & flags == flags:
@@ -120,7 +121,7 @@ class RawPeer:
 
     async def closed(self) -> bool:
         """Whether the muxer closes the connection, whatever it sends before."""
-        with trio.move_on_after(5):
+        with trio.move_on_after(PATIENCE_S):
             try:
                 while True:
                     await self.session.receive_exactly(1)
@@ -149,7 +150,7 @@ async def attacked_muxer(budget: ReceiveBudget | None = None) -> AsyncIterator[A
         nursery.cancel_scope.cancel()
 
 
-async def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
     with trio.fail_after(seconds):
         while not condition():  # noqa: ASYNC110 - conditions are of all kinds
             await trio.sleep(0.005)

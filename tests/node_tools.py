@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from swarmnode.local_swarm import LocalNode
+from tests.patience import PATIENCE_S
 
 SWARMCTL = [sys.executable, "-c", "from swarmnode.cli.ctl import main; main()"]
 SETTINGS = {
@@ -24,7 +25,7 @@ def ctl(node: LocalNode, *words: str, status: int = 0) -> dict[str, Any]:
     """What a command prints as JSON."""
     environment = {**os.environ, "SWARMNODE_OWNER_PASSPHRASE": "correct horse"}
     command = [*SWARMCTL, "--data-dir", str(node.folder), *words, "--json"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert run.returncode == status, run.stdout + run.stderr
     result: dict[str, Any] = json.loads(run.stdout)
     return result

@@ -18,6 +18,7 @@ from scheduler.batching import Batcher
 from swarmnode.leader.engine import DecodeEngine
 from swarmnode.leader.prompts import PromptService, PromptStreams
 from swarmnode.net.interface import Network
+from tests.patience import PATIENCE_S
 
 CONTEXT = 200
 WAVE = "👋".encode()
@@ -44,7 +45,7 @@ class MadeUpModel:
         self._sequences.pop(sequence, None)
 
     def decode(self, tokens: Any, positions: Any, sequences: Any, wants_logits: Any) -> Any:
-        assert self.may_run.wait(10)
+        assert self.may_run.wait(PATIENCE_S)
         time.sleep(self.step_s)
         rows = []
         for token, position, sequence, wanted in zip(tokens, positions, sequences, wants_logits, strict=True):

@@ -14,6 +14,7 @@ from capabilities.errors import SwarmError
 from swarmnode.handlers import parse_ask
 from swarmnode.local_swarm import LocalNode, LocalSwarm, Settings
 from swarmnode.undivided import Undivided, UndividedAnswer
+from tests.patience import PATIENCE_S
 from tests.tiny_architectures import write_tiny_model
 
 CONTEXT_TOKENS = 1024
@@ -77,7 +78,7 @@ def serving(
     }
     with LocalSwarm(root / "swarm", workers, leader=settings, each=each) as swarm:
         swarm.add_model(model)
-        swarm.wait_ready(timeout_s=30)
+        swarm.wait_ready(timeout_s=PATIENCE_S)
         served = Served(swarm, model)
         try:
             yield served
@@ -110,7 +111,7 @@ def failure(call: Callable[[], Any]) -> SwarmError:
     raise AssertionError("no error")
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+def wait_until(condition: Callable[[], Any], seconds: float = PATIENCE_S) -> Any:
     """The first true value of a condition."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):

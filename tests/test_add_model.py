@@ -28,6 +28,7 @@ from backends.program import ExpertProgram
 from backends.synthetic import ModelShape, write_random_model
 from capabilities.errors import BadModelFile, SwarmError, UnsupportedModel, UsageError
 from tests.expert_models import quiet, take_apart, tiny_file
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 # 226 MB of experts beside a trunk of 9 MB.
@@ -212,7 +213,7 @@ def test_memory_does_not_grow_with_the_model(large: Path, tmp_path: Path) -> Non
     """The peak of RssAnon in a child that adds 226 MB of experts. The allowance for all models is 500 MiB."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.add_model_memory_child", str(large), str(tmp_path / "m")],
-        cwd=ROOT, capture_output=True, timeout=60, check=True,
+        cwd=ROOT, capture_output=True, timeout=PATIENCE_S, check=True,
     )  # fmt: skip
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["expert_bytes"] > 200e6
@@ -233,14 +234,14 @@ def test_a_terminated_child_leaves_nothing(large: Path, tmp_path: Path) -> None:
             assert child.poll() is None
         child.send_signal(signal.SIGTERM)
         child.stdout.read()
-        assert child.wait(10) == 128 + signal.SIGTERM
+        assert child.wait(PATIENCE_S) == 128 + signal.SIGTERM
     assert list(folder.parent.iterdir()) == []
 
 
 def test_a_childs_refusal_is_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "backends.add_model", str(tiny_file("llama4")), str(tmp_path / "m"), "m"],
-        cwd=ROOT, capture_output=True, timeout=60, check=False,
+        cwd=ROOT, capture_output=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     error = SwarmError.from_json(parse_line(done.stdout.splitlines()[-1])["error"])

@@ -49,6 +49,7 @@ from swarmnode.swarm.store import SwarmFiles, SwarmStore
 from swarmnode.swarm.vote_file import load_vote_file
 from swarmnode.wire import Frame, encode_frame, read_frame, split_frame
 from tests.net_tools import eventually
+from tests.patience import PATIENCE_S
 from tests.swarm_members import NOW_S, OUTLINE, Founder, hub_opener, join_hub
 
 
@@ -254,7 +255,7 @@ async def opened(at: Admitting, network: MemoryNetwork | None = None) -> Stream:
 
 
 async def reply(stream: Stream) -> Reply:
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE_S):
         return decode_reply(await read_frame(stream, limits.JOIN_REPLY))
 
 

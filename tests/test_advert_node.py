@@ -48,7 +48,7 @@ def virtual(autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch) -> MockC
 async def test_members_know_each_other_and_a_ban_cuts_its_peer_off(tmp_path: Path) -> None:
     async with real_swarm(tmp_path, 3, dht=True) as (founder, (first, second, third)):
         await connect_all([first, second, third])
-        await eventually(lambda: first.knows(second, third) and second.knows(first, third), 8)
+        await eventually(lambda: first.knows(second, third) and second.knows(first, third))
         assert first.kinds() == second.kinds() == []
         assert second.swarm.addresses_of(third.peer) == third.network.addresses
         holders = await second.swarm.find_holders(MODEL, 3)
@@ -64,7 +64,7 @@ async def test_members_know_each_other_and_a_ban_cuts_its_peer_off(tmp_path: Pat
         with pytest.raises(DialFailed):
             await second.network.connect(third.network.addresses[0])
         await first.swarm.leave()
-        await eventually(lambda: second.states()[first.peer] is PeerState.GONE, 4)
+        await eventually(lambda: second.states()[first.peer] is PeerState.GONE)
 
 
 # -- in memory, over long times ----------------------------------------------------------------------------------------

@@ -40,14 +40,14 @@ async def test_five_nodes_in_a_row_hear_each_other_within_seconds_and_of_changes
     async with AsyncExitStack() as stack:
         nodes = [await stack.enter_async_context(real_node(phase=Phase.READY)) for _ in range(5)]
         await connect_chain(nodes)
-        await eventually(lambda: all(node.knows(*(set_without(nodes, node))) for node in nodes), 6)
+        await eventually(lambda: all(node.knows(*(set_without(nodes, node))) for node in nodes))
         first, last = nodes[0], nodes[4]
         view = last.service.peers()[first.peer]
         assert view.advert.content == first.content
         assert sum(node.service.statistics().ignored.get(Ignored.SIGNATURE, 0) for node in nodes) == 0
 
         await first.service.leave()
-        await eventually(lambda: last.states()[first.peer] is PeerState.GONE, 4)
+        await eventually(lambda: last.states()[first.peer] is PeerState.GONE)
         assert last.changes[-1].after is PeerState.GONE
         assert all(node.gossip.statistics().handler_errors == 0 for node in nodes)
 
@@ -62,7 +62,7 @@ async def test_a_newcomer_knows_the_swarm_as_soon_as_it_is_connected() -> None:
         await eventually(lambda: one.knows(other) and other.knows(one))
         async with real_node() as newcomer:
             await newcomer.network.connect(one.network.addresses[0])
-            await eventually(lambda: newcomer.knows(one, other), 2.5)
+            await eventually(lambda: newcomer.knows(one, other))
             await eventually(lambda: one.knows(newcomer) and other.knows(newcomer))
             await eventually(lambda: newcomer.service.statistics().exchanges == 1)
 
@@ -105,7 +105,7 @@ async def test_a_node_with_few_connections_makes_more_and_says_whom_it_cannot_re
         other.content = replace(other.content, addresses=dead)
         await one.network.connect(hub.network.addresses[0])
         await other.network.connect(hub.network.addresses[0])
-        await eventually(lambda: one.knows(hub, other) and other.knows(hub, one), 6)
+        await eventually(lambda: one.knows(hub, other) and other.knows(hub, one))
         assert not await one.service._neighbourhood.reach(one.service.peers()[other.peer])
         assert await other.service._neighbourhood.reach(other.service.peers()[one.peer])
         assert one.peer in other.network.connected_peers()
@@ -167,7 +167,7 @@ async def test_hostile_adverts_are_ignored_and_counted_and_go_no_further() -> No
             assert witness.gossip.statistics().received - before <= 1
             node.content = replace(node.content, name="still here")
             node.service.changed()
-            await eventually(lambda: witness.service.peers()[node.peer].advert.content.name == "still here", 12)
+            await eventually(lambda: witness.service.peers()[node.peer].advert.content.name == "still here")
 
 
 @pytest.mark.parametrize(

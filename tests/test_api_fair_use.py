@@ -9,6 +9,7 @@ import trio
 
 from swarmnode.prompt_messages import Queued
 from tests.api_tools import HELLO, Conversation, Served, done, post, serving_http, token
+from tests.patience import PATIENCE_S
 
 KEYS = ("the-first-clients-key", "the-other-clients-key")
 CHAT = "/v1/chat/completions"
@@ -38,7 +39,7 @@ async def test_the_many_of_one_key_wait_behind_the_one_of_another() -> None:
             heard += await few.receive_some()
         assert len(served.swarm.conversations) == 1, "one at a time"
         finish(served.swarm.conversations[0])
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             assert b"200" in await many[0].receive_some()
             while len(served.swarm.conversations) < 2:  # noqa: ASYNC110 (nothing tells)
                 await trio.sleep(0.01)

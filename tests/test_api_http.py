@@ -17,6 +17,7 @@ from swarmnode import logs
 from swarmnode.api import limits
 from swarmnode.prompt_messages import Failed, Queued
 from tests.api_tools import HELLO, Conversation, done, post, serving_http, token
+from tests.patience import PATIENCE_S
 
 CHAT = "/v1/chat/completions"
 STREAM = {**HELLO, "stream": True}
@@ -108,7 +109,7 @@ async def test_whoever_waits_sees_the_place_in_the_queue(monkeypatch: pytest.Mon
 async def _heard(stream: trio.SocketStream, end: bytes) -> bytes:
     """What comes, until this has come."""
     heard = bytearray()
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE_S):
         while end not in heard:
             part = await stream.receive_some()
             assert part, heard
@@ -154,7 +155,7 @@ async def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.Monke
         await stream.send_all(post(json.dumps(STREAM).encode()))
         conversation = await served.swarm.next()
         conversation.say(*(token(i, "x" * 100_000) for i in range(200)))
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             await conversation.ended.wait()
 
 
@@ -232,7 +233,7 @@ async def test_headers_that_drip_or_never_come_are_cut_off(monkeypatch: pytest.M
         heard = await served.raw(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")  # then it is idle
         assert heard.startswith(b"HTTP/1.1 200")
         async with await served.connect() as stream:
-            with trio.fail_after(5), pytest.raises(trio.BrokenResourceError):
+            with trio.fail_after(PATIENCE_S), pytest.raises(trio.BrokenResourceError):
                 await _drip(stream, b"GET /healthz HTTP/1.1\r\nX: " + b"x" * 1000)
 
 
@@ -439,7 +440,7 @@ async def test_a_port_that_is_taken_is_told_and_tried_again(monkeypatch: pytest.
         assert (finding["kind"], finding["peer"]) == ("http_address", "me")
         assert "api.listen" in finding["hint"]
         taken.close()
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             while served.http.url is None:  # noqa: ASYNC110 (nothing tells)
                 await trio.sleep(0.01)
         assert served.http.in_status(await served.swarm.status())["findings"] == []

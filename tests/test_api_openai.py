@@ -21,6 +21,7 @@ from backends import byte_vocabulary
 from swarmnode.local_swarm import STOP_SECONDS_MAX, LocalNode
 from swarmnode.paths import shared_cache_folder
 from tests.documents import DOCUMENTS
+from tests.patience import PATIENCE_S
 from tests.swarm_tools import Served, serving, wait_until
 from tests.tool_templates import HERMES_TEMPLATE
 
@@ -278,7 +279,7 @@ def test_a_client_that_leaves_frees_the_leader(served: Served, each_client: Open
     next(iter(stream))
     assert served.requests()["running"] == 1
     stream.close()
-    wait_until(lambda: served.requests()["running"] == 0, 1.0)
+    wait_until(lambda: served.requests()["running"] == 0)
     assert served.requests()["cancelled"] == before + 1
 
 
@@ -326,7 +327,7 @@ def test_documented_curl_commands_answer(served: Served, name: str) -> None:
     assert commands
     for command in commands:
         shell = ["sh", "-c", command.replace(DOCUMENTED, url)]
-        run = subprocess.run(shell, capture_output=True, text=True, timeout=60, check=False)
+        run = subprocess.run(shell, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
         assert run.returncode == 0, run.stderr
         assert '"finish_reason":"' in run.stdout, run.stdout
 
@@ -335,7 +336,9 @@ def test_the_documented_program_answers(served: Served) -> None:
     url = served.leader.status()["http"]["url"]
     (program,) = (block for block in DOCUMENTS["README.md"].blocks if "from openai" in block)
     program = textwrap.dedent(program).replace(DOCUMENTED, url)
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout
 
@@ -354,7 +357,7 @@ def npm_folder() -> Path:
     if not (folder / "node_modules" / "openai").is_dir():
         folder.mkdir(exist_ok=True)
         command = ["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", NPM_PACKAGE]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
         if run.returncode:
             pytest.skip(f"npm cannot install {NPM_PACKAGE}: {run.stderr[-200:]}")
     return folder
@@ -364,7 +367,9 @@ def test_openais_npm_package(served: Served, npm_folder: Path) -> None:
     script = npm_folder / "openai_client.mjs"  # beside node_modules, where node looks for packages
     shutil.copy(Path(__file__).parent / script.name, script)
     url = served.workers[0].status()["http"]["url"]
-    run = subprocess.run(["node", str(script), url, MODEL], capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(
+        ["node", str(script), url, MODEL], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout)
     assert told["models"] == [MODEL]

@@ -34,6 +34,7 @@ from swarmnode.prompt_messages import (
 from swarmnode.wire import read_frame
 from tests.leader_views import SettableView
 from tests.net_tools import eventually
+from tests.patience import PATIENCE_S
 from tests.prompt_leaders import PromptLeader, prompt_leader
 
 DONE = Done("stop", "!", Usage(3, 2), Timings(0.0, 0.1, 0.2))
@@ -103,7 +104,7 @@ async def lab(leaders: int = 3) -> AsyncIterator[Lab]:
             await networks[0].connect(network.addresses[0])
         view = SettableView()
         async with trio.open_nursery() as nursery:
-            with trio.fail_after(20):
+            with trio.fail_after(PATIENCE_S):
                 yield Lab(hub, networks[0], made, view, FollowingAsker(networks[0], view), nursery)
             nursery.cancel_scope.cancel()
 

@@ -167,7 +167,7 @@ async def audited(folder: Path) -> AsyncIterator[Swarm]:
         async with swarm.led(1, board=board):
             await swarm.until_ready()
             made = Swarm(swarm, odd, board, switch)
-            await eventually(lambda: len(made.serving) == 2, 20)
+            await eventually(lambda: len(made.serving) == 2)
             yield made
 
 
@@ -182,7 +182,7 @@ async def test_whoever_begins_to_cheat_is_quarantined_and_its_work_goes_to_other
         assert verdict is not None
         assert (verdict.fitness, verdict.evidence[-1].kind) == ("quarantined", "audit")
         assert verdict.audits_differed >= 6  # one mismatch convicts nobody
-        await eventually(lambda: swarm.odd.name not in swarm.active.placer.coverage.current.peers(), 20)
+        await eventually(lambda: swarm.odd.name not in swarm.active.placer.coverage.current.peers())
         assert swarm.swarm.ready
         await swarm.swarm.check(ask("after", "A right one:"))
         honest = swarm.swarm.hands[0]
@@ -228,8 +228,8 @@ async def test_sums_in_half_precision_make_a_worker_unfit_and_its_output_ranks_m
             holders = swarm.active.placer.coverage.current.holders[last]
             return {peer for peers in holders for peer in peers}
 
-        await eventually(lambda: swarm.odd.name not in outputs(), 20)
-        await eventually(lambda: swarm.odd.name in swarm.serving, 20)
+        await eventually(lambda: swarm.odd.name not in outputs())
+        await eventually(lambda: swarm.odd.name in swarm.serving)
 
 
 async def test_single_precision_of_another_make_is_fit_and_of_another_class(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ async def test_a_successor_goes_on_with_what_was_found(tmp_path: Path) -> None:
         assert record.audits[odd.name].quarantined
         assert record.audits[swarm.hands[0].name].agreed >= AGREED_FIRST
         async with swarm.led(2, inherited=record):
-            await eventually(lambda: len(swarm.leading.members.present()) == 2, 20)
+            await eventually(lambda: len(swarm.leading.members.present()) == 2)
             await swarm.until_ready()
             two = Swarm(swarm, odd, MemoryBoard(), switch)
             assert two.member.fitness == "quarantined"

@@ -308,16 +308,16 @@ async def test_three_on_libp2p_replace_a_lost_leader(tmp_path: Path) -> None:
             swarm = Swarm.make(tmp_path, 3, 1, None, nursery)
             closed = [await start_real(swarm, node) for node in swarm.nodes]
             await swarm.all_may_lead()
-            await eventually(lambda: swarm.leader() is not None, 6)
+            await eventually(lambda: swarm.leader() is not None)
             first = swarm.leader()
             assert first is not None
             first.voice.set_record(b"x" * 300_000)
             backbone = swarm.nodes[:3]
-            await eventually(lambda: all(node.watch.record is not None for node in backbone), 5)
+            await eventually(lambda: all(node.watch.record is not None for node in backbone))
             first.scope.cancel()
             closed[swarm.nodes.index(first)].set()
             rest = [node for node in swarm.nodes if node is not first]
-            await eventually(lambda: swarm.leader(*rest) not in (None, first), 8)
+            await eventually(lambda: swarm.leader(*rest) not in (None, first))
             assert swarm.leader(*rest).watch.term >= 2  # type: ignore[union-attr]
             nursery.cancel_scope.cancel()
 

@@ -21,6 +21,7 @@ from packaging.utils import canonicalize_name
 
 from swarmnode import bootstrap
 from swarmnode.bootstrap import Console, Setup, SetupError
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -243,7 +244,7 @@ def test_interrupt_of_a_real_run_ends_the_child_and_says_so(checkout: Path, tmp_
     while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     os.killpg(child.pid, signal.SIGINT)
-    _, errors = child.communicate(timeout=20)
+    _, errors = child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 130
     assert errors == "set-up: stopped; run it again to go on.\n"
 
@@ -257,7 +258,7 @@ def test_up_to_date_run_takes_no_time(checkout: Path, tmp_path: Path) -> None:
     assert stamp["dev"] is False
     begin = time.monotonic()
     command = [sys.executable, str(checkout / "swarmnode" / "bootstrap.py")]
-    done = subprocess.run(command, env=environ, capture_output=True, check=True, timeout=20)
+    done = subprocess.run(command, env=environ, capture_output=True, check=True, timeout=PATIENCE_S)
     assert time.monotonic() - begin < 2
     assert done.stdout == b""
 

@@ -24,6 +24,7 @@ from swarmnode.shards.borrowing import Borrowing
 from swarmnode.shards.service import ServedModel, ShardService
 from swarmnode.shards.store import CachedExperts, CacheError, ShardCache
 from tests.expert_models import take_apart
+from tests.patience import PATIENCE_S
 
 TINY = take_apart("olmoe")
 LAYER = TINY.layer
@@ -133,7 +134,7 @@ async def test_a_probe_that_is_cancelled_lets_go(tmp_path: Path) -> None:
         assert scope.cancelled_caught
         assert made.cache.statistics().kept_bytes == 0
         worker.gate.set()
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             await reference.expected(LAYER, EVERY, made.peers[0])
 
 
@@ -147,7 +148,7 @@ async def test_few_at_a_time_and_a_cache_that_is_too_small(tmp_path: Path, monke
             await reference.expected(LAYER, [expert, expert + 1], made.peers[0])
             done.append(expert)
 
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             async with trio.open_nursery() as nursery:
                 for expert in (0, 2, 4):
                     nursery.start_soon(expect, expert)

@@ -17,6 +17,7 @@ from swarmnode.cli.chat import Conversation, private_file, run_command
 from swarmnode.control import ControlReply
 from swarmnode.handlers import parse_ask
 from tests.control_threads import SWARMCTL, control_thread, terminal
+from tests.patience import PATIENCE_S
 
 
 class Talker:
@@ -87,7 +88,7 @@ def test_a_session_on_a_terminal(talker: Talker, tmp_path: Path) -> None:
 def test_lines_of_a_pipe_are_messages_and_an_error_keeps_the_session(talker: Talker, tmp_path: Path) -> None:
     command = [*SWARMCTL, "chat", "--json", "--data-dir", str(tmp_path)]
     lines = "one\n\nfail\n/reset\n/nothing\ntwo\n/quit\nthree\n"
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     said = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one.get("text") or one["error"]["type"] for one in said] == [
         "heard 1: one", "not_ready", "usage", "heard 1: two"

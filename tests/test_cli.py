@@ -28,6 +28,7 @@ from swarmnode.config_sections import Combine
 from swarmnode.control import ControlReply
 from swarmnode.version import VERSION
 from tests.control_threads import SWARMCTL, control_thread, terminal
+from tests.patience import PATIENCE_S
 
 PEER = "12D3KooWBhSrGJeT5RQc6KsaYCsKu1R8R3Yk3zPpJ1CBhCsVYM2W"
 STATUS = {
@@ -169,7 +170,7 @@ def process(
     *words: str, program: list[str] = SWARMCTL, encoding: str = "utf-8", **options: Any
 ) -> subprocess.CompletedProcess[str]:
     command = [*program, *words]
-    return subprocess.run(command, capture_output=True, encoding=encoding, timeout=30, check=False, **options)
+    return subprocess.run(command, capture_output=True, encoding=encoding, timeout=PATIENCE_S, check=False, **options)
 
 
 # ask
@@ -260,7 +261,7 @@ def test_ctrl_c_frees_the_daemon_at_once(data_dir: Path, fake: FakeDaemon, as_js
         time.sleep(0.1)
         child.send_signal(signal.SIGINT)
         assert fake.cancelled.wait(1)
-        out, err = child.communicate(timeout=5)
+        out, err = child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 130
     assert "Traceback" not in err
     if as_json:
@@ -271,7 +272,7 @@ def test_ctrl_c_frees_the_daemon_at_once(data_dir: Path, fake: FakeDaemon, as_js
 
 def test_reader_that_leaves_ends_the_request_quietly(data_dir: Path, fake: FakeDaemon) -> None:
     command = f"{sys.executable} -c 'from swarmnode.cli.ctl import main; main()' ask Hello --data-dir {data_dir} | true"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert done.stderr == ""
 
 
@@ -328,7 +329,7 @@ def test_watching_as_json_is_an_object_a_line_also_while_the_daemon_is_away(data
         first = json.loads(child.stdout.readline())
         assert json.loads(child.stdout.readline()) == first == STATUS
         child.send_signal(signal.SIGINT)
-        assert child.wait(5) == 0
+        assert child.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -349,7 +350,7 @@ def test_tab_finishes_a_command(tmp_path: Path) -> None:
     """
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, timeout=30, check=True, env=environment
+        ["bash", "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=True, env=environment
     )
     assert done.stdout.strip() == "status"
 

@@ -29,6 +29,7 @@ from swarmnode.swarm.commands import RunningSwarm, SwarmCommands
 from swarmnode.swarm.invites import Invite
 from swarmnode.swarm.store import SwarmFiles, SwarmStore
 from swarmnode.swarm.vote_file import load_vote_file, open_vote_file
+from tests.patience import PATIENCE_S
 from tests.schema_checks import conforms
 from tests.swarm_members import PASSPHRASE, outline_of_three, quick_keys
 
@@ -156,13 +157,13 @@ class Daemon:
     def running(self) -> Iterator[Daemon]:
         thread = threading.Thread(target=trio.run, args=(self.main,))
         thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(PATIENCE_S)
         assert self._token is not None
         try:
             yield self
         finally:
             trio.from_thread.run_sync(self._stop.set, trio_token=self._token)
-            thread.join(10)
+            thread.join(PATIENCE_S)
 
 
 # init
@@ -559,7 +560,7 @@ def test_json_is_all_there_is_on_standard_output(node: Callable[[str], Node]) ->
         [sys.executable, *words, "--data-dir", str(node("founder").folder), "init", "--json"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE_S,
         check=True,
     )
     assert json.loads(done.stdout)["daemon"] is False

@@ -16,6 +16,7 @@ from swarmnode.equivalence.recipes import Sizes
 from swarmnode.equivalence.targets import find_target
 from swarmnode.local_swarm import LocalSwarm
 from tests.expert_models import quiet
+from tests.patience import PATIENCE_S
 from tests.swarm_tools import wait_until
 from tests.tiny_architectures import write_tiny_model
 
@@ -29,7 +30,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
     settings = {"leader": {"context_tokens": 256, "batch_tokens": 64}, "swarm": {"replicas": 2}}
     with LocalSwarm(root / "swarm", 2, backbone=1, leader=settings) as made:
         made.add_model(model)
-        made.wait_ready(timeout_s=60)
+        made.wait_ready(timeout_s=PATIENCE_S)
         yield made
 
 

@@ -22,6 +22,7 @@ from capabilities.errors import DeadlineExceeded, ExpertsUnavailable, NoDaemon, 
 from swarmnode import control, control_client
 from swarmnode.control import ControlReply, serve_control
 from swarmnode.control_client import Call, request
+from tests.patience import PATIENCE_S
 
 Limits = Callable[[object, str, float], None]
 
@@ -95,7 +96,7 @@ async def daemon(path: Path) -> AsyncIterator[Daemon]:
 
 
 async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE_S):
         return await trio.to_thread.run_sync(partial(function, *args))
 
 
@@ -156,17 +157,17 @@ async def test_leaving_early_cancels_the_handler_at_once(path: Path, daemon: Dae
 async def test_killed_caller_cancels_the_handler(path: Path, daemon: Daemon) -> None:
     script = f"from swarmnode.control_client import *; request(Path({str(path)!r}), 'flood', {{}})"
     child = await trio.lowlevel.open_process([sys.executable, "-c", script])
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE_S):
         await daemon.started.wait()
         child.send_signal(signal.SIGKILL)
         await child.wait()
-    with trio.fail_after(1):
+    with trio.fail_after(PATIENCE_S):
         await daemon.ended.acquire()
 
 
 async def test_caller_that_reads_nothing_is_given_up(path: Path, daemon: Daemon, limits: Limits) -> None:
     limits(control, "WRITE_SECONDS_MAX", 0.3)
-    with await in_thread(Call, path, "flood", {}), trio.fail_after(5):
+    with await in_thread(Call, path, "flood", {}), trio.fail_after(PATIENCE_S):
         await daemon.ended.acquire()
 
 
@@ -262,7 +263,7 @@ def test_file_in_the_way_is_named_and_kept(path: Path) -> None:
 )
 async def test_malformed_requests_are_refused(path: Path, daemon: Daemon, data: bytes, message: str) -> None:
     async with await trio.open_unix_socket(str(path)) as stream:
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE_S):
             await stream.send_all(data)
             reply = b"".join([chunk async for chunk in stream])
     error = json.loads(reply)["error"]
@@ -272,7 +273,7 @@ async def test_malformed_requests_are_refused(path: Path, daemon: Daemon, data: 
 
 async def test_endless_request_is_cut_off(path: Path, daemon: Daemon) -> None:
     async with await trio.open_unix_socket(str(path)) as stream:
-        with trio.fail_after(10), pytest.raises(trio.BrokenResourceError):
+        with trio.fail_after(PATIENCE_S), pytest.raises(trio.BrokenResourceError):
             await stream.send_all(bytes(8 << 20))
     assert await in_thread(request, path, "echo", {"a": 1}) == {"a": 1}
 
@@ -280,7 +281,7 @@ async def test_endless_request_is_cut_off(path: Path, daemon: Daemon) -> None:
 async def test_caller_that_never_asks_is_given_up(path: Path, daemon: Daemon, limits: Limits) -> None:
     limits(control, "REQUEST_SECONDS_MAX", 0.1)
     async with await trio.open_unix_socket(str(path)) as stream:
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             assert b"no request came" in b"".join([chunk async for chunk in stream])
 
 
@@ -291,7 +292,7 @@ async def test_connections_are_bounded_and_come_free_again(path: Path, daemon: D
     with pytest.raises(SwarmError) as caught:
         await in_thread(request, path, "echo", {})
     assert caught.value.type == "overloaded"
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE_S):
         for call in held:
             with call:
                 pass

@@ -28,6 +28,7 @@ from swarmnode.paths import find_paths
 from swarmnode.predicting import foretold
 from swarmnode.shards.manifests import ManifestStore
 from tests.node_tools import SETTINGS, ctl
+from tests.patience import PATIENCE_S
 from tests.swarm_tools import ask, wait_until
 from tests.tiny_architectures import write_tiny_model
 
@@ -145,7 +146,7 @@ def test_a_daemon_that_is_killed_at_any_moment_has_lost_nothing(two: tuple[Doome
     path = write_tiny_model(tmp_path / "tiny.gguf", "olmoe")
 
     ctl(first.node, "init", "--name", "home")
-    swarm = wait_until(lambda: (s := first.node.status())["addresses"] and s["swarm"], 20)
+    swarm = wait_until(lambda: (s := first.node.status())["addresses"] and s["swarm"])
     first.node.keep_port()
 
     def add() -> object:
@@ -154,8 +155,8 @@ def test_a_daemon_that_is_killed_at_any_moment_has_lost_nothing(two: tuple[Doome
     if first.dies_while(add, 1.2):
         assert [model["fault"] for model in first.node.call("model_list")["models"]] == [None]
     elif not first.node.call("model_list")["models"]:
-        wait_until(lambda: adds(add) or first.node.call("model_list")["models"], 20)
-    before = wait_until(lambda: (s := first.node.status())["ready"] and s, 20)
+        wait_until(lambda: adds(add) or first.node.call("model_list")["models"])
+    before = wait_until(lambda: (s := first.node.status())["ready"] and s)
     assert before["swarm"] == swarm
     params = ask("Hello", 8, ignore_eos=True)
     answer = first.node.call("ask", **params)["tokens"]
@@ -165,12 +166,12 @@ def test_a_daemon_that_is_killed_at_any_moment_has_lost_nothing(two: tuple[Doome
     if second.node.status()["swarm"]["id"] is None:
         assert not joined
         ctl(second.node, "join", token, "--yes")  # the one use of the invite was its own
-    second.dies_while(lambda: wait_until(lambda: second.node.status()["ready"], 20), 0.8)  # it fetches its experts
+    second.dies_while(lambda: wait_until(lambda: second.node.status()["ready"]), 0.8)  # it fetches its experts
     assert second.node.status()["swarm"] == swarm
 
     first.dies_while(lambda: first.node.call("ask", **ask("Hello", 200, ignore_eos=True)), 0.5)
     for node in (first.node, second.node):
-        after = wait_until(lambda node=node: (s := node.status())["ready"] and s, 20)
+        after = wait_until(lambda node=node: (s := node.status())["ready"] and s)
         assert after["term"] > before["term"]
         assert after["swarm"] == swarm
         assert node.call("ask", **params)["tokens"] == answer
@@ -224,7 +225,7 @@ def test_a_full_disk_is_an_error_and_no_damage(disk: Disk, tmp_path: Path) -> No
     node.write_settings()
     disk.fill()
     run = [sys.executable, "-m", "swarmnode", "run", "--data-dir", str(node.folder)]
-    refused = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+    refused = subprocess.run(run, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert refused.returncode == 1
     assert "identity.key: No space left on device" in refused.stderr
     assert "Traceback" not in refused.stderr
@@ -246,7 +247,7 @@ def test_a_full_disk_is_an_error_and_no_damage(disk: Disk, tmp_path: Path) -> No
         assert node.call("model_list")["models"] == []
         disk.free()
         node.call("model_add", path=str(path), name=None)
-        before = wait_until(lambda: (s := node.status())["ready"] and s, 20)
+        before = wait_until(lambda: (s := node.status())["ready"] and s)
         params = ask("Hello", 8, ignore_eos=True)
         answer = node.call("ask", **params)["tokens"]
 
@@ -256,10 +257,10 @@ def test_a_full_disk_is_an_error_and_no_damage(disk: Disk, tmp_path: Path) -> No
         disk.fill()
         node.start()
         node.wait_up()
-        why = wait_until(lambda: "cannot write" in (reason := str(node.status()["reason"])) and reason, 20)
+        why = wait_until(lambda: "cannot write" in (reason := str(node.status()["reason"])) and reason)
         assert f"{node.folder / 'votes'}: No space left on device" in why
         disk.free()
-        after = wait_until(lambda: (s := node.status())["ready"] and s, 20)
+        after = wait_until(lambda: (s := node.status())["ready"] and s)
         assert (after["self"], after["swarm"]) == (me, {"id": swarm["id"], "name": "home"})
         assert after["term"] > before["term"]
         assert node.call("ask", **params)["tokens"] == answer

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from swarmnode.local_swarm import LocalSwarm
+from tests.patience import PATIENCE_S
 from tests.tiny_architectures import write_tiny_model
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -17,7 +18,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 
 DEAD_S = 5.0
-SHOWN_MS = 20_000
+SHOWN_MS = PATIENCE_S * 1000
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
     settings = {"leader": {"context_tokens": 512}}
     with LocalSwarm(root / "swarm", 2, leader=settings, each={"api": {"listen": "127.0.0.1:0"}}) as swarm:
         swarm.add_model(model)
-        swarm.wait_ready(timeout_s=30)
+        swarm.wait_ready(timeout_s=PATIENCE_S)
         yield swarm
 
 

@@ -19,6 +19,7 @@ import pytest
 from backends.demo_model import ensure_demo_model
 from swarmnode.demo import compared
 from swarmnode.paths import shared_cache_folder
+from tests.patience import PATIENCE_S
 
 COMMAND = [sys.executable, "-c", "from swarmnode.cli.ctl import main; main()", "demo"]
 TIMEOUT_S = 240
@@ -72,7 +73,7 @@ def test_ctrl_c_in_the_middle_ends_everything(environment: dict[str, str], tmp_p
         while len(_daemons(tmp_path)) < 4 and time.monotonic() < deadline:
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+        assert process.wait(PATIENCE_S) == 130
     finally:
         process.kill()
         process.wait()
@@ -94,9 +95,11 @@ def test_a_kept_swarm_answers_and_can_be_stopped(environment: dict[str, str], tm
         assert [set(peer) >= {"name", "peer_id", "data_dir", "http"} for peer in peers] == [True] * 4
         assert [httpx.get(f"{peer['http']}/readyz").text for peer in peers] == ["ready\n"] * 4
         ask = [*COMMAND[:-1], "--data-dir", peers[1]["data_dir"], "ask", "What is 2+2?", "--json", "--temperature", "0"]
-        answer = subprocess.run(ask, capture_output=True, text=True, timeout=60, check=True)
+        answer = subprocess.run(ask, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
         assert "4" in json.loads(answer.stdout)["text"]
-        again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        again = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
         assert again.returncode == 2
         assert "--stop" in json.loads(again.stdout)["error"]["hint"]
     finally:

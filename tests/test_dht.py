@@ -27,6 +27,7 @@ from swarmnode.net.kademlia_stores import BoundedProviders, BoundedValues
 from swarmnode.net.libp2p_host import Libp2pNetwork, open_libp2p_network
 from tests.gossip_tools import framed
 from tests.net_tools import eventually
+from tests.patience import PATIENCE_S
 
 KAD = "/ipfs/kad/1.0.0"
 NAME = "/swarmnode/5a5a/name"
@@ -132,7 +133,7 @@ async def test_an_old_copy_at_hand_does_not_hide_what_others_know() -> None:
 
 async def test_a_node_alone_has_only_what_it_put() -> None:
     async with chain(1) as (node,):
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             assert not await node.dht.put(NAME, value(3))
             assert await node.dht.get(NAME) == value(3)
             assert await node.dht.get("/swarmnode/other") is None
@@ -181,7 +182,7 @@ def put_message(name: bytes, content: bytes) -> bytes:
 async def test_junk_is_refused_and_the_node_lives(data: bytes) -> None:
     async with chain(2) as nodes, stranger(nodes[0]) as network:
         stream = await ask(network, nodes[0], data)
-        with trio.fail_after(2), pytest.raises(StreamReset):
+        with trio.fail_after(PATIENCE_S), pytest.raises(StreamReset):
             await stream.receive_exactly(10_000)
         assert nodes[0].dht.statistics().values_kept == 0
         assert await nodes[1].dht.put(NAME, value(1))
@@ -201,7 +202,7 @@ async def test_silent_streams_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "DHT_SERVE_SECONDS_MAX", 0.2)
     async with chain(1) as (node,), stranger(node) as network:
         stream = await ask(network, node, b"\x7f")
-        with trio.fail_after(3), pytest.raises(StreamReset):
+        with trio.fail_after(PATIENCE_S), pytest.raises(StreamReset):
             await stream.receive_exactly(1)
         assert node.dht.statistics().streams_refused == 1
 

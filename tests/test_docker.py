@@ -19,6 +19,7 @@ import yaml
 from swarmnode.config import load_config
 from tests.command_lines import fault_of
 from tests.documents import ROOT
+from tests.patience import PATIENCE_S
 
 DOCKER = ROOT / "docker"
 PEERS = 5
@@ -33,7 +34,7 @@ def compose() -> dict[str, Any]:
 def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     done = subprocess.run(
-        [hadolint, DOCKER / "Dockerfile"], capture_output=True, text=True, timeout=60, check=False
+        [hadolint, DOCKER / "Dockerfile"], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert (done.returncode, done.stdout) == (0, "")
 

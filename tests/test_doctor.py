@@ -26,13 +26,14 @@ from swarmnode.paths import find_paths
 from swarmnode.swarm.store import SwarmFiles
 from tests.control_threads import SWARMCTL
 from tests.expert_models import quiet, tiny_file
+from tests.patience import PATIENCE_S
 from tests.schema_checks import conforms
 
 
 def doctor(data: Path, *words: str, **options: Any) -> tuple[int, dict[str, Any]]:
     """Exit status, and the checks by their ids with `mended`."""
     command = [*SWARMCTL, "doctor", "--json", "--data-dir", str(data), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, **options)
     result = json.loads(done.stdout)
     conforms("doctor", result)
     return done.returncode, {check["id"]: check for check in result["checks"]} | {"mended": result["mended"]}

@@ -41,6 +41,7 @@ from tests.advert_tools import usual_content
 from tests.documents import ROOT, first_codes, rows, section
 from tests.expert_models import quiet, tiny_file
 from tests.make_schemas import FOLDER, schemas, text_of
+from tests.patience import PATIENCE_S
 from tests.schema_checks import conforms
 
 Keys = set[str]
@@ -81,7 +82,7 @@ async def _collect_answers(folder: Path) -> Answers:
     add_model(tiny_file("olmoe"), folder / "models" / "tiny", "tiny", quiet)
     config = parse_config('[api]\nlisten = "off"\n[swarm]\nsettle_s = 0.1\n[leader]\nparallel = 1\ncontext_tokens = 64')
     views = []
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE_S):
         async with open_memory_hub() as hub, trio.open_nursery() as nursery:
             at_leader, at_worker = hub.join(), hub.join()
             node = NamedLeaderNode(at_leader, config, find_paths(folder), 1)

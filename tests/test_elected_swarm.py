@@ -36,12 +36,12 @@ from swarmnode.swarm.store import SwarmFiles, SwarmStore
 from swarmnode.top import measure
 from swarmnode.wire import encode_frame, read_frame
 from tests.control_threads import SWARMCTL
+from tests.patience import PATIENCE_S
 from tests.schema_checks import conforms
 from tests.swarm_tools import CONTEXT_TOKENS, Served, ask, failure, wait_until
 from tests.tiny_architectures import write_tiny_model
 
 BACKBONE, WORKERS = 3, 4
-BACK_S = 30.0
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 11}
 
 
@@ -50,7 +50,7 @@ class Elected(Served):
 
     def leading(self) -> LocalNode:
         """Who leads now, as soon as somebody does."""
-        found: LocalNode = wait_until(self.swarm.current_leader, BACK_S)
+        found: LocalNode = wait_until(self.swarm.current_leader)
         return found
 
     def bystander(self, *victims: LocalNode) -> LocalNode:
@@ -85,7 +85,7 @@ class Elected(Served):
             views = [node.status() for node in self.swarm.nodes]
             return all(view["ready"] for view in views) and len({view["leader"] for view in views}) == 1
 
-        wait_until(agreed, BACK_S)
+        wait_until(agreed)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elected]:
     settings = {"leader": {"context_tokens": CONTEXT_TOKENS, "batch_tokens": 64}, "swarm": {"settle_s": 0.5}}
     with LocalSwarm(root / "swarm", WORKERS, backbone=BACKBONE, leader=settings) as swarm:
         swarm.add_model(model)
-        swarm.wait_ready(timeout_s=BACK_S)
+        swarm.wait_ready(timeout_s=PATIENCE_S)
         elected = Elected(swarm, model)
         elected.all_ready()
         try:
@@ -110,7 +110,7 @@ def test_the_swarm_elects_places_and_answers(served: Elected) -> None:
     assert len(status["swarm"]["id"]) == 64
     assert status["leader"] == served.leader.peer_id  # only it held the model when the first leader was elected
     assert status["term"] >= 1
-    wait_until(lambda: served.leader.status()["model"]["coverage"]["min_copies"] == 2, BACK_S)
+    wait_until(lambda: served.leader.status()["model"]["coverage"]["min_copies"] == 2)
     rows = {row["name"]: row for row in status["peers"]}
     assert rows["leader"]["roles"][:2] == ["leader", "backbone"]
     assert rows["worker-1"]["roles"] == ["backbone", "worker"]
@@ -132,13 +132,13 @@ def test_the_swarm_elects_places_and_answers(served: Elected) -> None:
 def test_what_is_predicted_by_an_invite_is_what_a_worker_then_has(served: Elected, tmp_path: Path) -> None:
     served.all_ready()
     others = len(served.swarm.nodes) - 1
-    wait_until(lambda: len(served.leader.call("outline")["workers"]) == others, BACK_S)
+    wait_until(lambda: len(served.leader.call("outline")["workers"]) == others)
     served.check(served.leader, ask("So it is measured", 8))
     token = served.leader.call("swarm_invite", uses=1, lifetime_s=600, addresses=[])["token"]
 
     def predict(*words: str) -> dict[str, Any]:
         command = [*SWARMCTL, "predict", "--json", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
         found: dict[str, Any] = json.loads(done.stdout)
         conforms("predict", found)
         return found
@@ -162,7 +162,7 @@ def test_what_is_predicted_by_an_invite_is_what_a_worker_then_has(served: Electe
 
 def test_the_backbone_gets_ready_to_lead(served: Elected) -> None:
     for node in served.workers[:2]:
-        models = wait_until(lambda node=node: node.call("model_list")["models"], BACK_S)
+        models = wait_until(lambda node=node: node.call("model_list")["models"])
         assert [model["name"] for model in models] == ["olmoe"]
     assert served.workers[3].call("model_list")["models"] == []
 
@@ -191,7 +191,7 @@ def test_a_killed_leader_loses_no_token(served: Elected, sampling: dict[str, Any
     before = victim.status()["term"]
     answer = served.goes_on(served.bystander(victim), victim.kill, **sampling)
     assert answer["leader"] != victim.peer_id
-    assert wait_until(served.swarm.current_leader, BACK_S).status()["term"] > before
+    assert wait_until(served.swarm.current_leader).status()["term"] > before
     served.all_ready()
 
 
@@ -209,8 +209,8 @@ def test_a_suspended_leader_loses_no_token_and_follows_when_it_wakes(served: Ele
 def test_a_leader_that_drains_hands_over(served: Elected) -> None:
     victim = served.leading()
     assert victim.call("drain", on=True) == {"draining": True}
-    wait_until(lambda: served.leading() is not victim, BACK_S)
-    wait_until(lambda: victim.status()["ready"], BACK_S)
+    wait_until(lambda: served.leading() is not victim)
+    wait_until(lambda: victim.status()["ready"])
     served.check(victim, ask("Who leads now?", 20))
     assert victim.call("drain", on=False) == {"draining": False}
     served.all_ready()
@@ -222,7 +222,7 @@ def test_without_a_majority_nobody_leads_and_prompts_fail_fast(served: Elected) 
     for victim in victims:
         victim.kill()
     for node in survivors:
-        wait_until(lambda node=node: "1 of 3 backbone peers" in (node.status()["reason"] or ""), 20)
+        wait_until(lambda node=node: "1 of 3 backbone peers" in (node.status()["reason"] or ""))
         status = node.status()
         assert (status["leader"], status["ready"]) == (None, False)
         started = time.monotonic()
@@ -251,7 +251,7 @@ def test_the_networks_key_alone_opens_nothing(served: Elected) -> None:
             ):
                 await stream.send(frame)
             for stream in opened:
-                with trio.fail_after(10), pytest.raises(NetworkError):
+                with trio.fail_after(PATIENCE_S), pytest.raises(NetworkError):
                     await read_frame(stream, limits.STATUS_REPLY)
 
     trio.run(come)
@@ -274,7 +274,7 @@ def test_a_second_model_changes_nothing_and_all_come_back_with_the_first(served:
         node.start()
     for node in others:
         node.wait_up()
-    wait_until(lambda: others[-1].status()["ready"], BACK_S)
+    wait_until(lambda: others[-1].status()["ready"])
     assert others[-1].status()["model"]["id"] == active
     served.check(others[-1], ask("And who serves now?", 20))
     served.all_ready()
@@ -285,14 +285,14 @@ def test_a_leader_whose_model_file_is_gone_lets_another_one_lead(served: Elected
     first, path = served.leader, served.model
     if served.leading() is first:
         first.call("drain", on=True)
-        wait_until(lambda: served.leading() is not first, BACK_S)
+        wait_until(lambda: served.leading() is not first)
     first.call("drain", on=False)
     away = path.rename(path.with_suffix(".away"))
     try:
         other = served.leading()
         time.sleep(1.5)
         other.call("drain", on=True)
-        wait_until(lambda: served.leading() is not other and served.leading().status()["ready"], BACK_S)
+        wait_until(lambda: served.leading() is not other and served.leading().status()["ready"])
         assert served.leading() is not first
         other.call("drain", on=False)
     finally:

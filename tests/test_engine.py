@@ -19,6 +19,7 @@ from scheduler.requests import Effect, FailedEffect, FinishedEffect, QueuedEffec
 from scheduler.sampling import SamplingParams
 from swarmnode.leader.engine import DecodeEngine
 from tests.net_tools import eventually
+from tests.patience import PATIENCE_S
 
 N_VOCAB = 50
 SLOTS, QUEUE = 2, 1
@@ -271,7 +272,7 @@ async def test_a_boundary_is_the_end_of_the_step_that_runs_now() -> None:
             await trio.sleep(0.05)
             assert not passed.is_set()
             engine.model.may_run.set()
-            with trio.fail_after(1):
+            with trio.fail_after(PATIENCE_S):
                 await passed.wait()
         await ended(one, two)
 
@@ -290,7 +291,7 @@ async def test_stopping_ends_everything_with_an_error() -> None:
             engine.model.may_run.set()
         assert {one.error.type for one in heard} == {"no_leader"}
         assert engine.engine.stopped
-        with trio.fail_after(1):
+        with trio.fail_after(PATIENCE_S):
             await engine.engine.step_boundary()
 
 
@@ -308,7 +309,7 @@ async def test_a_thread_that_dies_leaves_no_request_waiting() -> None:
         assert engine.engine.stopped
         with pytest.raises(NoLeader):
             engine.submit("two")
-        with trio.fail_after(1):
+        with trio.fail_after(PATIENCE_S):
             await engine.engine.step_boundary()
 
 

@@ -29,6 +29,7 @@ from capabilities.errors import Internal, PeerMistake, UnsupportedModel
 from swarmnode.local_experts import load_layer
 from tests.expert_models import DOWN_ONLY, TakenApart, made_up_layer, take_apart
 from tests.kernel_processes import installed_kernels
+from tests.patience import PATIENCE_S
 
 
 @cache
@@ -323,7 +324,7 @@ def test_unloading_gives_memory_back(name: str) -> None:
     """RssAnon of a child that loads and unloads 42 MiB of experts three times."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.expert_memory_child", name],
-        cwd=Path(__file__).parents[1], capture_output=True, timeout=60, check=True,
+        cwd=Path(__file__).parents[1], capture_output=True, timeout=PATIENCE_S, check=True,
     )  # fmt: skip
     report = json.loads(done.stdout)
     kept = 42 if name.startswith("ggml") else 42 + 64  # the reference also keeps some experts dequantised

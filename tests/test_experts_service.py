@@ -39,6 +39,7 @@ from swarmnode.worker.experts_service import REQUESTS_LOGGED_MAX, ExpertsService
 from tests.fake_backend import FakeBackend
 from tests.memory_swarm import LAYERS, MODEL, rows_of
 from tests.net_tools import eventually
+from tests.patience import PATIENCE_S
 
 LAYER = MODEL.manifest.layers[0]
 WIDTH = LAYER.n_in
@@ -102,7 +103,7 @@ class Lab:
 
     async def ask(self, data: bytes, sequence: int, n_rows: int = 1) -> Reply | Failure:
         await self.stream.send(data)
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             frame = await read_frame(self.stream, limits.EXPERTS_REPLY)
         return decode_answer(frame, {sequence: Expected(n_rows, WIDTH)})
 
@@ -227,7 +228,7 @@ def header(**fields: int) -> list[int]:
 async def test_bytes_that_are_no_request_end_the_stream_and_nothing_else(data: bytes) -> None:
     async with lab() as worker:
         await worker.stream.send(data)
-        with pytest.raises(NetworkError), trio.fail_after(5):
+        with pytest.raises(NetworkError), trio.fail_after(PATIENCE_S):
             await worker.stream.receive_exactly(1)
         assert worker.service.statistics.refused == 1
         worker.stream = await worker.leader.open_stream(worker.worker.peer_id, PROTOCOL)

@@ -20,6 +20,7 @@ from capabilities.errors import Internal
 from swarmnode.prompt_messages import Done
 from tests.leading_swarm import Hand, Heard, LeadingSwarm, ask, leading_swarm
 from tests.net_tools import eventually
+from tests.patience import PATIENCE_S
 
 LONG = 150
 
@@ -64,17 +65,17 @@ async def serving(folder: Path, workers: int = 2, **more: Any) -> AsyncIterator[
                 assert leader.active is not None
                 return leader.active.placer.coverage.copies()[0] == more.get("replicas", 2)
 
-            await eventually(complete, 20)
+            await eventually(complete)
             yield swarm
 
 
 async def interrupted(swarm: LeadingSwarm, fault: Callable[[], Any], name: str = "req-1") -> Heard:
     """An answer in whose middle something breaks, whole."""
     heard = Heard()
-    with trio.fail_after(40):
+    with trio.fail_after(PATIENCE_S):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(swarm.hear, ask(name, max_tokens=LONG), heard)
-            await eventually(lambda: len(heard.tokens) > 10, 20)
+            await eventually(lambda: len(heard.tokens) > 10)
             fault()
     return heard
 
@@ -141,10 +142,10 @@ async def test_an_answer_waits_for_a_worker_that_comes_back(tmp_path: Path) -> N
         first, heard = swarm.hands[0], Heard()
         assert swarm.leading.active is not None
         engine = swarm.leading.active.engine
-        with trio.fail_after(40):
+        with trio.fail_after(PATIENCE_S):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(swarm.hear, ask("req-1", max_tokens=LONG), heard)
-                await eventually(lambda: len(heard.tokens) > 10, 20)
+                await eventually(lambda: len(heard.tokens) > 10)
                 first.away()
                 await eventually(lambda: engine.statistics().batcher.parked == 1)
                 await eventually(lambda: not swarm.leading.covers)
@@ -181,7 +182,7 @@ async def test_coverage_that_is_lost_and_found_is_told(tmp_path: Path) -> None:
         async with swarm.led(1, on_covers=told.append):
             await swarm.until_ready()
             swarm.hands[0].away()
-            await eventually(lambda: told == [True, False], 10)
+            await eventually(lambda: told == [True, False])
             swarm.hands[0].back()
-            await eventually(lambda: told == [True, False, True], 20)
+            await eventually(lambda: told == [True, False, True])
         assert told == [True, False, True, False]

@@ -38,6 +38,7 @@ from tests.fault_tools import hello
 from tests.leader_views import SettableView
 from tests.memory_swarm import LAYERS, MODEL
 from tests.net_tools import eventually
+from tests.patience import PATIENCE_S
 
 ALL = dict.fromkeys(LAYERS, (0, 1, 2, 3))
 HALF = dict.fromkeys(LAYERS, (0, 1))
@@ -100,7 +101,7 @@ class ScriptedLeader:
         """One dispatch on a stream of its own."""
         stream = await self.network.open_stream(worker, EXPERTS)
         await stream.send(a_dispatch(term, epoch, n_tokens))
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             frame = await read_frame(stream, limits.EXPERTS_REPLY)
         answer = decode_answer(frame, {1: Expected(n_tokens, WIDTH)})
         await stream.aclose()

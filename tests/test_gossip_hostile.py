@@ -13,11 +13,12 @@ from swarmnode.net import limits
 from swarmnode.net.gossip_router import ID_BYTES, message_id
 from tests.gossip_tools import BYTES_MAX, TOPIC, Listener, attacker, framed, libp2p_listeners, message
 from tests.net_tools import eventually
+from tests.patience import PATIENCE_S
 
 
 async def check_service(nodes: list[Listener], data: bytes = b"honest") -> None:
     """The honest still hear each other, soon."""
-    with trio.fail_after(3):
+    with trio.fail_after(PATIENCE_S):
         await eventually(lambda: nodes[0].gossip.statistics().mesh > 0)
         nodes[0].gossip.publish(TOPIC, data)
         await eventually(lambda: data in nodes[1].heard)

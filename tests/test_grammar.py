@@ -21,6 +21,7 @@ from backends.llama import LlamaModel, LlamaSettings
 from backends.vocabulary import Vocabulary
 from capabilities.errors import UsageError
 from tests.expert_models import tiny_file
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -212,5 +213,5 @@ def test_why_llama_cpp_is_not_asked(gbnf: str) -> None:
         "lc.llama_sampler_init_grammar(lc.llama_model_get_vocab(m), sys.stdin.read().encode(), b'root')\n"
     )
     command = [sys.executable, "-c", program, str(tiny_file("olmoe", "f32"))]
-    done = subprocess.run(command, check=False, input=gbnf, text=True, capture_output=True, timeout=60)
+    done = subprocess.run(command, check=False, input=gbnf, text=True, capture_output=True, timeout=PATIENCE_S)
     assert done.returncode < 0

@@ -31,6 +31,7 @@ from swarmnode.worker.epochs import Epochs, ExpertSet
 from swarmnode.worker.experts_service import ExpertsService
 from tests.expert_models import TakenApart, take_apart
 from tests.net_tools import eventually
+from tests.patience import PATIENCE_S
 
 MODEL = take_apart("olmoe", "q4_0")
 LAYER = MODEL.layer
@@ -119,7 +120,7 @@ class Bench:
         async def step() -> None:
             out.append(await self.step(*args))  # type: ignore[arg-type]
 
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE_S):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(step)
                 await eventually(lambda: self.hands[0].kept)

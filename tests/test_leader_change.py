@@ -74,7 +74,7 @@ async def leading(folder: Path) -> AsyncIterator[Network]:
             outlives_the_leader.start_soon(worker.run)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(node.run)
-                await eventually(lambda: node.leader.refusal() is None, 30)
+                await eventually(lambda: node.leader.refusal() is None)
                 yield network
                 nursery.cancel_scope.cancel()
             outlives_the_leader.cancel_scope.cancel()
@@ -117,12 +117,12 @@ async def test_the_answer_is_llama_cpps(folders: tuple[Path, Path], params: Samp
             await eventually(lambda: len(replies) > 12)
             if how == "replaced":  # the first one streams on
                 view.set(second.peer_id, 2)
-                await eventually(lambda: isinstance(replies[-1], Done | Failed), 20)
+                await eventually(lambda: isinstance(replies[-1], Done | Failed))
         if how == "lost":
             assert not isinstance(replies[-1], Done)
             view.set(None)
             view.set(second.peer_id, 2)
-            await eventually(lambda: isinstance(replies[-1], Done | Failed), 20)
+            await eventually(lambda: isinstance(replies[-1], Done | Failed))
     done, found = replies[-1], [reply for reply in replies if isinstance(reply, Token)]
     assert isinstance(done, Done), done
     assert [token.token for token in found] == tokens

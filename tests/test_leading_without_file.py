@@ -41,7 +41,7 @@ async def test_it_fetches_proves_and_answers(tmp_path: Path) -> None:
         keeper = ModelKeeper(network, models, cache, lambda: None)
         nursery.start_soon(keeper.run)
         keeper.want(manifest.id, [original.peer_id])
-        await eventually(lambda: keeper.held() == "tiny", 20)
+        await eventually(lambda: keeper.held() == "tiny")
 
         swarm.network = network
         for _ in range(2):

@@ -16,6 +16,7 @@ import structlog
 from swarmnode import log_file, logs
 from swarmnode.cli import common, ctl
 from tests.control_threads import SWARMCTL
+from tests.patience import PATIENCE_S
 
 FILE_BYTES = 64 << 10
 
@@ -78,7 +79,7 @@ def test_following_misses_no_line_when_a_part_is_full(tmp_path: Path, write: Cal
             write("line", number=number)
         assert [json.loads(child.stdout.readline())["number"] for _ in range(1, 100)] == list(range(1, 100))
         child.send_signal(signal.SIGINT)
-        assert child.wait(5) == 0
+        assert child.wait(PATIENCE_S) == 0
 
 
 def test_for_people_a_line_has_no_control_characters(

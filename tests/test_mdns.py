@@ -69,10 +69,10 @@ async def test_members_find_each_other_and_strangers_learn_nothing() -> None:
     (left, left_heard), (right, _) = discovery(one), discovery(other, port=4200)
     foreign, foreign_heard = discovery(stranger, psk=b"q" * 32)
     async with running(left.run, right.run, foreign.run):
-        await eventually(lambda: other in left.found() and one in right.found(), 15)
+        await eventually(lambda: other in left.found() and one in right.found())
         assert left.found() == {other: (f"/ip4/127.0.0.1/tcp/4200/p2p/{other}",)}
         assert left_heard == [other]
-        await eventually(lambda: left.state is right.state is foreign.state is LanState.ON, 15)
+        await eventually(lambda: left.state is right.state is foreign.state is LanState.ON)
         assert (foreign.found(), foreign_heard) == ({}, [])
 
 
@@ -82,14 +82,14 @@ async def test_who_leaves_is_forgotten() -> None:
     (left, _), (right, _) = discovery(one), discovery(other)
     async with running(left.run):
         async with running(right.run):
-            await eventually(lambda: other in left.found(), 15)
-        await eventually(lambda: not left.found(), 15)
+            await eventually(lambda: other in left.found())
+        await eventually(lambda: not left.found())
 
 
 @needs_multicast
 async def test_members_on_one_network_connect_without_addresses(tmp_path: Path) -> None:
     async with real_swarm(tmp_path, 2, lan=True) as (_, (first, second)):
-        await eventually(lambda: first.knows(second) and second.knows(first), 20)
+        await eventually(lambda: first.knows(second) and second.knows(first))
         assert first.swarm.addresses_of(second.peer) == second.network.addresses
         assert FindingKind.MULTICAST not in [finding.kind for finding in first.swarm.findings()]
 
@@ -189,7 +189,7 @@ async def test_false_announcements_are_no_peers(monkeypatch: pytest.MonkeyPatch)
     try:
         async with running(made.run):
             await trio.to_thread.run_sync(all_of_them)
-            await eventually(lambda: heard, 15)
+            await eventually(lambda: heard)
             await trio.sleep(1)
             assert heard == [honest], "and no more than may be remembered"
     finally:

@@ -20,6 +20,7 @@ from swarmnode.config_sections import ComputeConfig
 from swarmnode.measured import Measured, backends_json, class_of
 from swarmnode.measuring import USUAL, Measuring, measure_in_child
 from tests.expert_models import take_apart
+from tests.patience import PATIENCE_S
 
 Q8_0, F16 = 8, 1
 FEW = replace(USUAL, kinds=(Q8_0,), n_in=256, n_ff=256)
@@ -62,7 +63,7 @@ def kept_files(folder: Path) -> list[Path]:
 
 
 async def result_of(made: Measuring) -> Measured:
-    with trio.fail_after(60):
+    with trio.fail_after(PATIENCE_S):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(made.run)
             found = await made.wait()
@@ -92,7 +93,7 @@ async def test_ggmls_cpu_is_measured_once_and_again_when_asked(tmp_path: Path) -
     kept.write_text(json.dumps(stored))
     assert (await result_of(measuring_of(tmp_path))).rows_per_s == 1.0, "it comes from the cache"
     async with trio.open_nursery() as nursery:
-        with trio.fail_after(60):
+        with trio.fail_after(PATIENCE_S):
             nursery.start_soon(made.run)
             assert (await made.remeasure()).rows_per_s != 1.0
         nursery.cancel_scope.cancel()

@@ -296,7 +296,7 @@ async def test_a_silent_leader_is_no_leader_until_it_speaks_again(tmp_path: Path
         await eventually(lambda: not worker.worker.membership.state.connected)
         worker.hub.set_delay(*peers, 0.0)
         worker.hub.mend(*peers)
-        await eventually(lambda: worker.worker.refusal() is None, 10)
+        await eventually(lambda: worker.worker.refusal() is None)
 
 
 async def test_a_load_that_the_leader_lost_sight_of_goes_on_from_the_cache(tmp_path: Path) -> None:

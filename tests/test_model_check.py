@@ -25,6 +25,7 @@ from swarmnode.local_experts import LocalExperts
 from swarmnode.model_check import CheckReport, check_model
 from tests.expert_models import quiet, tiny_file
 from tests.gguf_samples import moe_sample, numbers
+from tests.patience import PATIENCE_S
 from tests.tiny_architectures import KINDS, write_tiny_model
 from tests.tiny_models import N_EXPERT, TinyWriter
 
@@ -271,7 +272,7 @@ def test_a_difference_outside_the_experts_is_said_to_be_one(monkeypatch: pytest.
 def run_as_child(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
     done = subprocess.run(
         [sys.executable, "-m", "swarmnode.model_check", *arguments],
-        cwd=Path(__file__).parents[1], capture_output=True, timeout=60, check=False,
+        cwd=Path(__file__).parents[1], capture_output=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     return done.returncode, [parse_line(line) for line in done.stdout.splitlines()]
 
@@ -335,7 +336,7 @@ async def test_cancelling_ends_the_child(tmp_path: Path) -> None:
         'import time\nprint(\'{"progress": ["step", 1, 2]}\', flush=True)\n'
         f"while True:\n    open({str(mark)!r}, 'w').close()\n    time.sleep(0.02)"
     )
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE_S):
         async with trio.open_nursery() as nursery:
             command = [sys.executable, "-c", code]
             nursery.start_soon(models.run_child, command, "model.gguf", lambda *step: started.set())

@@ -33,6 +33,7 @@ from swarmnode.shards.service import ServedModel, ShardService
 from swarmnode.shards.serving import Serving
 from swarmnode.shards.store import ShardCache
 from tests.expert_models import quiet, tiny_file
+from tests.patience import PATIENCE_S
 
 N_TOKENS = 12
 
@@ -56,7 +57,7 @@ class Node:
         self.changes.append(self.keeper.held())
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        with trio.fail_after(20):
+        with trio.fail_after(PATIENCE_S):
             while not condition():
                 if (phase := self.keeper.state.phase) not in self.phases[-1:]:
                     self.phases.append(phase)

@@ -44,7 +44,7 @@ async def test_another_model_in_the_same_term(tmp_path: Path) -> None:
         assert leader.active.manifest.name == "tiny", "there is a choice now; better the one that is served than none"
         choice.remember(models.ids()["other"])
         leader.models_changed()
-        await eventually(lambda: leader.active is not None and leader.active.manifest.name == "other", 20)
+        await eventually(lambda: leader.active is not None and leader.active.manifest.name == "other")
         assert running.error.type == "no_leader"
         await swarm.until_ready()
         undivided = Undivided(path, context_tokens=CONTEXT_TOKENS)

@@ -31,6 +31,7 @@ from swarmnode.net.interface import (
 from swarmnode.net.libp2p_host import open_libp2p_network
 from swarmnode.net.memory import open_memory_hub
 from tests.net_tools import eventually
+from tests.patience import PATIENCE_S
 
 ECHO = "/test/echo/1"
 HOLD = "/test/hold/1"
@@ -120,12 +121,12 @@ async def _serving(open_pair: OpenPair) -> AsyncIterator[Pair]:
         made = Pair(left, right, held)
         left.on_connection(lambda peer, up: made.news.append((peer, up)))
         assert await left.connect(right.addresses[0]) == right.peer_id
-        with trio.fail_after(20):
+        with trio.fail_after(PATIENCE_S):
             yield made
 
 
 async def expect_error(kind: type[NetworkError], action: Callable[[], Awaitable[object]]) -> NetworkError:
-    with pytest.raises(kind) as caught, trio.fail_after(5):
+    with pytest.raises(kind) as caught, trio.fail_after(PATIENCE_S):
         await action()
     return caught.value
 

@@ -23,6 +23,7 @@ from swarmnode.net.interface import ConnectionLost, NetworkError
 from swarmnode.net.libp2p_adapters import STOCK_MUXER
 from tests.net_nodes import check_service, network, port_of, protocols, raw_peer
 from tests.net_tools import ACK, DATA, PING, RST, SYN, WINDOW, eventually, frame
+from tests.patience import PATIENCE_S
 from tests.test_net_conformance import ECHO, ask
 
 # --- Strangers --------------------------------------------------------------------------------------------------------
@@ -46,7 +47,7 @@ async def test_junk_instead_of_a_handshake(junk: bytes) -> None:
         async with stream:
             await stream.send_all(junk)
             await stream.send_eof()
-            with trio.fail_after(5):
+            with trio.fail_after(PATIENCE_S):
                 await read_to_end(stream)
         await eventually(lambda: node.statistics().junk_connections == 1)
         assert node.statistics().connections_open == node.statistics().handshakes_pending == 0
@@ -69,7 +70,7 @@ async def test_300_idle_connections_hurt_nobody(monkeypatch: pytest.MonkeyPatch)
             assert 0 < node.statistics().handshakes_pending <= limits.PENDING_HANDSHAKES_MAX
             await check_service(node)
             assert node.statistics().handshakes_pending > 0  # served while they were there, not after
-            with trio.fail_after(5):
+            with trio.fail_after(PATIENCE_S):
                 for stream in idle:
                     await read_to_end(stream)
             await eventually(lambda: node.statistics().junk_connections == 300)
@@ -101,7 +102,7 @@ async def test_plaintext_is_refused() -> None:
     host = libp2p.new_host(key_pair=key_pair, sec_opt=plaintext, muxer_opt={TProtocol(STOCK_MUXER): Yamux})
     async with network() as node:
         async with host.run(listen_addrs=[]):
-            with pytest.raises(Exception, match="unable to connect"), trio.fail_after(10):
+            with pytest.raises(Exception, match="unable to connect"), trio.fail_after(PATIENCE_S):
                 await host.connect(info_from_p2p_addr(Multiaddr(node.addresses[0])))
             await host.close()
         assert node.connected_peers() == ()
@@ -203,7 +204,7 @@ async def test_all_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> N
             await third.connect(node.addresses[0])
             await third.open_stream(node.peer_id, ECHO)
 
-        with pytest.raises(NetworkError), trio.fail_after(5):
+        with pytest.raises(NetworkError), trio.fail_after(PATIENCE_S):
             await connect_and_use()
         await first.disconnect(node.peer_id)
         await eventually(lambda: len(node.connected_peers()) == 1)

@@ -37,6 +37,7 @@ from swarmnode.net.libp2p_adapters import STOCK_MUXER
 from swarmnode.net.libp2p_host import open_libp2p_network
 from tests.net_nodes import network, port_of, protocols
 from tests.net_tools import eventually
+from tests.patience import PATIENCE_S
 from tests.test_net_conformance import ECHO, LOOPBACK, ask
 
 MEASURE = "/measure/1"
@@ -114,7 +115,7 @@ async def test_a_stock_peer_dials_us_and_is_served() -> None:
         stream = await host.new_stream(peer, [TProtocol("/test/none"), TProtocol(ECHO)])
         for size in (10, 100_000, 3_000_000):
             data = os.urandom(size)
-            with trio.fail_after(20):
+            with trio.fail_after(PATIENCE_S):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(stream.write, size.to_bytes(4, "little") + data)
                     assert await exactly(stream)(4 + size) == size.to_bytes(4, "little") + data
@@ -130,7 +131,7 @@ async def test_we_dial_a_stock_peer_and_are_served() -> None:
             peer = await node.connect(address)
             stream = await node.open_stream(peer, MEASURE)
             for size in (10, 100_000, 3_000_000):
-                with trio.fail_after(20):
+                with trio.fail_after(PATIENCE_S):
                     assert await ask(stream, os.urandom(size))
             await stream.aclose()
             await eventually(lambda: node.statistics().streams_open == 0)
@@ -279,7 +280,7 @@ async def test_a_private_network() -> None:
 async def test_strangers_to_a_private_network(key: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "HANDSHAKE_SECONDS_MAX", 1.0)
     async with network(psk=os.urandom(32)) as node, network(psk=key) as stranger:
-        with pytest.raises(DialFailed), trio.fail_after(3):
+        with pytest.raises(DialFailed), trio.fail_after(PATIENCE_S):
             await stranger.connect(node.addresses[0])
         await eventually(lambda: node.statistics().junk_connections == 1)
 
@@ -324,7 +325,7 @@ async def test_leaving_cancels_handlers_and_frees_everything() -> None:
             await node.connect(other.addresses[0])
             stream = await node.open_stream(other.peer_id, "/test/stay/1")
         assert cancelled
-        with pytest.raises((ConnectionLost, StreamReset)), trio.fail_after(1):
+        with pytest.raises((ConnectionLost, StreamReset)), trio.fail_after(PATIENCE_S):
             await stream.receive_exactly(1)
     await eventually(lambda: open_descriptors() <= descriptors)
 
@@ -359,7 +360,7 @@ print("handlers", [type(handler).__name__ for handler in logging.getLogger().han
 
 
 def test_libp2p_neither_configures_logging_nor_writes_to_standard_error() -> None:
-    done = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert done.stderr == ""
     assert done.stdout.splitlines()[-1] == "handlers ['NullHandler']"
     assert logging.getLogger("libp2p").propagate is False

@@ -23,6 +23,7 @@ from tests.net_tools import (
     frame,
     muxer_pair,
 )
+from tests.patience import PATIENCE_S
 
 FIRST_WINDOW = limits.FIRST_WINDOW_BYTES
 
@@ -39,7 +40,7 @@ async def test_large_messages_both_ways_at_once(network_key: bytes | None) -> No
     async with muxer_pair(network_key) as pair:
         near, far = await stream_pair(pair)
         there, back = os.urandom(8 << 20), os.urandom(5 << 20)
-        with trio.fail_after(20):
+        with trio.fail_after(PATIENCE_S):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(near.send, there)
                 nursery.start_soon(far.send, back)
@@ -66,7 +67,7 @@ async def test_small_messages_pass_large_ones() -> None:
             while True:
                 await small_far.send(await small_far.receive_exactly(1000))
 
-        with trio.fail_after(30):
+        with trio.fail_after(PATIENCE_S):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(large.send, bytes(64 << 20))
                 nursery.start_soon(read)
@@ -92,7 +93,7 @@ async def test_a_cancelled_write_leaves_the_connection_usable() -> None:
             except (StreamReset, StreamClosed):
                 pass
 
-        with trio.fail_after(20):
+        with trio.fail_after(PATIENCE_S):
             async with trio.open_nursery() as nursery:
                 for step in range(60):
                     near, far = await stream_pair(pair)
@@ -110,7 +111,7 @@ async def test_streams_over_the_limit_are_reset_and_counted() -> None:
     async with muxer_pair() as pair:
         pairs = [await stream_pair(pair) for _ in range(limits.INBOUND_STREAMS_MAX)]
         for _ in range(3):
-            with pytest.raises(StreamReset), trio.fail_after(5):
+            with pytest.raises(StreamReset), trio.fail_after(PATIENCE_S):
                 await pair.near.open_stream().receive_exactly(1)
         assert pair.far_counters.streams_refused == 3
         near, far = pairs[0]
@@ -162,7 +163,7 @@ async def test_a_sender_gives_up_on_an_application_that_never_reads(monkeypatch:
     monkeypatch.setattr(limits, "SEND_STALL_SECONDS_MAX", 0.1)
     async with muxer_pair() as pair:
         near, _ = await stream_pair(pair)
-        with pytest.raises(StreamReset, match="read nothing"), trio.fail_after(5):
+        with pytest.raises(StreamReset, match="read nothing"), trio.fail_after(PATIENCE_S):
             await near.send(bytes(FIRST_WINDOW + 1))
         assert not pair.near.closed.is_set()
 
@@ -182,7 +183,7 @@ async def test_a_closed_stream_gives_its_window_back() -> None:
     async with muxer_pair() as pair:
         for _ in range(8):
             near, far = await stream_pair(pair)
-            with trio.fail_after(10):
+            with trio.fail_after(PATIENCE_S):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(near.send, bytes(limits.WINDOW_BYTES_MAX))
                     await far.receive_exactly(limits.WINDOW_BYTES_MAX)
@@ -209,7 +210,7 @@ async def test_a_peer_that_answers_no_ping_is_given_up(monkeypatch: pytest.Monke
     monkeypatch.setattr(limits, "SILENCE_SECONDS_MAX", 0.1)
     async with attacked_muxer() as attacked:
         stream = attacked.muxer.open_stream()
-        with pytest.raises(ConnectionLost, match="no sign of life"), trio.fail_after(5):
+        with pytest.raises(ConnectionLost, match="no sign of life"), trio.fail_after(PATIENCE_S):
             await stream.receive_exactly(1)
         assert attacked.counters.connections_broken == 1
         assert await attacked.peer.skip_to(PING, SYN)
@@ -249,7 +250,7 @@ async def test_a_peer_that_stops_reading_its_socket_is_given_up(monkeypatch: pyt
     async with attacked_muxer() as attacked:
         stream = attacked.muxer.open_stream()
         await attacked.peer.send(frame(WINDOW, 0, stream.stream_id, 64 << 20))
-        with pytest.raises(ConnectionLost), trio.fail_after(5):
+        with pytest.raises(ConnectionLost), trio.fail_after(PATIENCE_S):
             await stream.send(bytes(64 << 20))
         assert attacked.muxer.closed.is_set()
         assert attacked.counters.connections_broken == 1

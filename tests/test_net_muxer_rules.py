@@ -25,6 +25,7 @@ from tests.net_tools import (
     eventually,
     frame,
 )
+from tests.patience import PATIENCE_S
 
 FIRST_WINDOW = limits.FIRST_WINDOW_BYTES
 
@@ -67,7 +68,7 @@ async def test_a_broken_rule_ends_the_connection(junk: bytes) -> None:
         assert attacked.counters.connections_open == 0
         with pytest.raises(ConnectionLost):
             attacked.muxer.open_stream()
-        with pytest.raises(ConnectionLost), trio.fail_after(5):
+        with pytest.raises(ConnectionLost), trio.fail_after(PATIENCE_S):
             await accept_all(attacked.muxer)
 
 
@@ -114,7 +115,7 @@ async def test_goodbye_ends_the_connection_without_blame() -> None:
 async def test_a_flood_of_small_frames_ends_the_connection() -> None:
     async with attacked_muxer() as attacked:
         await attacked.peer.send(frame(WINDOW, SYN, 1, 0))
-        with pytest.raises(ConnectionLost), trio.fail_after(20):
+        with pytest.raises(ConnectionLost), trio.fail_after(PATIENCE_S):
             await send_without_end(attacked.peer, frame(WINDOW, 0, 1, 0) * 10_000)
         await eventually(attacked.muxer.closed.is_set)
         assert "flood" in attacked.muxer.reason
@@ -124,7 +125,7 @@ async def test_asking_without_reading_the_answers_ends_the_connection(monkeypatc
     monkeypatch.setattr(limits, "SMALL_FRAMES_PER_TICK_MAX", 10**9)
     async with attacked_muxer() as attacked:
         pings = frame(PING, SYN, 0, 0) * 5_000
-        with pytest.raises(ConnectionLost), trio.fail_after(20):
+        with pytest.raises(ConnectionLost), trio.fail_after(PATIENCE_S):
             await send_without_end(attacked.peer, pings)
         await eventually(attacked.muxer.closed.is_set)
         assert "does not read" in attacked.muxer.reason

@@ -14,6 +14,7 @@ from tests.net_tools import (
     link_pair,
     session_pair,
 )
+from tests.patience import PATIENCE_S
 
 
 async def test_sessions_carry_messages_larger_than_noise_allows() -> None:
@@ -29,7 +30,7 @@ async def test_a_session_whose_peer_stops_reading_gives_up_in_spite_of_its_shiel
 ) -> None:
     monkeypatch.setattr(limits, "WRITE_STALL_SECONDS_MAX", 0.2)
     async with session_pair((Counters(), Counters())) as (near, _):
-        with pytest.raises(ConnectionLost, match="stopped reading"), trio.fail_after(5):
+        with pytest.raises(ConnectionLost, match="stopped reading"), trio.fail_after(PATIENCE_S):
             await near.send(bytes(64 << 20))
 
 
@@ -55,7 +56,7 @@ async def test_different_network_keys_understand_nothing() -> None:
 async def test_negotiation_survives_any_bytes(junk: bytes, reason: str) -> None:
     async with link_pair((Counters(), Counters())) as (near, far):
         await near.send(junk)
-        with pytest.raises(multistream.NegotiationFailed, match=reason), trio.fail_after(5):
+        with pytest.raises(multistream.NegotiationFailed, match=reason), trio.fail_after(PATIENCE_S):
             await multistream.answer(far, ["/a"])
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.netns.bed import Bed, NoNamespaces
 from tests.netns.skipping import bed_or_skip
+from tests.patience import PATIENCE_S
 from tests.swarm_tools import wait_until
 
 ECHO = """
@@ -52,12 +53,12 @@ def bed() -> Iterator[Bed]:
                 server.stdout.close()
                 servers.append(server)
         yield bed
-    assert [server.wait(5) for server in servers] == [-9] * 4
+    assert [server.wait(PATIENCE_S) for server in servers] == [-9] * 4
 
 
 def dial(bed: Bed, source: int, address: str, seconds: float = 5.0) -> str:
     run = [*bed.enter(source), sys.executable, "-c", DIAL, address, str(seconds)]
-    return subprocess.run(run, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    return subprocess.run(run, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout.strip()
 
 
 @pytest.mark.parametrize("family", [0, 1], ids=["ipv4", "ipv6"])
@@ -104,7 +105,7 @@ def test_the_machine_sees_nothing_and_nothing_is_left() -> None:
         namespace = lambda: os.stat(f"/proc/{process.pid}/ns/net").st_ino  # noqa: E731
         wait_until(lambda: namespace() != os.stat("/proc/self/ns/net").st_ino)
         assert {name for _, name in socket.if_nameindex()} == before
-    assert process.wait(5) == -9
+    assert process.wait(PATIENCE_S) == -9
 
 
 def test_hosts_end_with_whoever_made_them() -> None:
@@ -120,7 +121,9 @@ def test_hosts_end_with_whoever_made_them() -> None:
         "time.sleep(0.3)\n"
         "import os; os.kill(os.getpid(), 9)\n"
     )
-    run = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=30, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False
+    )
     first, _, rest = run.stdout.strip().partition(" ")
     if first == "no":
         pytest.skip(rest)
@@ -146,7 +149,7 @@ def test_what_the_kernel_forbids_is_a_reason() -> None:
     script = "from tests.netns.bed import Bed\nBed(1).__enter__()"
     try:
         run = subprocess.run(
-            [*setpriv, sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False
+            [*setpriv, sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
     except FileNotFoundError:
         pytest.skip("setpriv (util-linux) is missing")

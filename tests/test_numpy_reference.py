@@ -21,6 +21,7 @@ from backends.program import GLU, UNARY, ExpertProgram, Node
 from capabilities.agreement import compare
 from capabilities.errors import UnsupportedModel
 from tests.expert_models import DOWN_ONLY, made_up_layer, take_apart
+from tests.patience import PATIENCE_S
 
 PRODUCT = (0.0, 0.0)
 # Arguments over the whole range where the functions do something, and beyond GELU's table.
@@ -76,7 +77,7 @@ def test_programs_at_random_run_on_ggml_and_agree() -> None:
     """Any program that passes check_shapes runs: ggml would end the process over operands that do not fit."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.random_programs_child", "200"],
-        cwd=Path(__file__).parents[1], capture_output=True, timeout=60, text=True, check=False,
+        cwd=Path(__file__).parents[1], capture_output=True, timeout=PATIENCE_S, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("200 programs agree")

@@ -14,12 +14,12 @@ import pytest
 
 from swarmnode.local_swarm import LocalSwarm
 from tests.half_backends import TURN_FILE
+from tests.patience import PATIENCE_S
 from tests.swarm_tools import CONTEXT_TOKENS, ask, logged, wait_until
 from tests.tiny_architectures import write_olmoe
 
 LAYERS = 8
 OUTPUT = {6, 7}  # the last quarter
-MEASURED_S = 90.0
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +36,9 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
         node.environment["XDG_CACHE_HOME"] = str(root / f"cache-{name}")  # daemons that share one measure in turn
     with made as swarm:
         for node in swarm.workers:  # a busy machine may take longer than the first placement waits for
-            wait_until(lambda name=node.settings["node"]["name"]: is_measured(swarm, name), MEASURED_S)
+            wait_until(lambda name=node.settings["node"]["name"]: is_measured(swarm, name))
         swarm.add_model(model)
-        swarm.wait_ready(timeout_s=60)
+        swarm.wait_ready(timeout_s=PATIENCE_S)
         yield swarm
 
 
@@ -70,7 +70,7 @@ def test_a_claim_that_the_probe_contradicts_loses(swarm: LocalSwarm) -> None:
 
 
 def test_it_serves_inner_layers_and_gets_no_output_rank(swarm: LocalSwarm) -> None:
-    wait_until(lambda: row(swarm, "halves")["fitness"], 60)
+    wait_until(lambda: row(swarm, "halves")["fitness"])
     halves = row(swarm, "halves")
     assert (halves["state"], halves["fitness"]) == ("ready", "unfit")
     assert halves["error"]["type"] == "imprecise"
@@ -103,8 +103,8 @@ def test_who_adds_worse_in_service_is_found(swarm: LocalSwarm) -> None:
     asking = threading.Thread(target=work)
     asking.start()
     try:
-        wait_until(lambda: row(swarm, "turncoat")["fitness"] == "unfit", 90)
-        wait_until(lambda: not OUTPUT & layers(swarm, "turncoat"), 30)
+        wait_until(lambda: row(swarm, "turncoat")["fitness"] == "unfit")
+        wait_until(lambda: not OUTPUT & layers(swarm, "turncoat"))
     finally:
         done.set()
         asking.join()
@@ -117,8 +117,8 @@ def test_who_adds_worse_in_service_is_found(swarm: LocalSwarm) -> None:
 def test_with_nobody_precise_left_the_swarm_serves_and_says_so(swarm: LocalSwarm) -> None:
     for worker in swarm.workers[:2]:
         worker.kill()
-    degraded = wait_until(lambda: swarm.leader.status()["model"]["degraded"], 60)
+    degraded = wait_until(lambda: swarm.leader.status()["model"]["degraded"])
     assert any("output rank 7" in sentence and "is unfit" in sentence for sentence in degraded)
-    wait_until(lambda: swarm.leader.status()["ready"], 30)
+    wait_until(lambda: swarm.leader.status()["ready"])
     answer = swarm.leader.call("ask", **ask("And now?", 20, ignore_eos=True))
     assert len(answer["tokens"]) == 20

@@ -37,6 +37,7 @@ from capabilities.precision import (
     worst,
 )
 from tests.kernel_models import ChangesWithWidth, Interleaved, RoundsInBlocks, rounded_in_blocks
+from tests.patience import PATIENCE_S
 
 KINDS = {known.name: kind for kind, known in GGML_TYPES.items()}
 FEW_KINDS = ("f32", "f16", "bf16", "q4_0", "q8_0", "q4_K")
@@ -111,7 +112,7 @@ def test_ggmls_vulkan_on_mesas_software_driver() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _VULKAN_CHILD],
         cwd=Path(__file__).parents[1], env={**os.environ, "GGML_VK_VISIBLE_DEVICES": "0"},
-        capture_output=True, timeout=60, check=True,
+        capture_output=True, timeout=PATIENCE_S, check=True,
     )  # fmt: skip
     measured = json.loads(done.stdout.splitlines()[-1])
     assert measured is not None, "ggml found no Vulkan device"

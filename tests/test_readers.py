@@ -59,10 +59,10 @@ class Stage:
             listed = self.run(self.owner, "swarmctl backbone list --json", capsys)
             return len(json.loads(listed)["members"]) == count
 
-        wait_until(act, 30)
+        wait_until(act)
 
     def ready(self, node: LocalNode) -> None:
-        wait_until(lambda: node.status()["ready"], 30)
+        wait_until(lambda: node.status()["ready"])
 
 
 @pytest.mark.timeout(240)
@@ -88,7 +88,7 @@ def test_the_pages_tell_what_works(
             if line.startswith("swarmctl invite"):
                 stage.words["TOKEN"] = out.split()[0]
                 join(stage, left, capsys)
-        wait_until(lambda: volunteer.status()["leader"], 30)
+        wait_until(lambda: volunteer.status()["leader"])
         for line in left:
             stage.run(volunteer, line, capsys)
     finally:
@@ -103,6 +103,6 @@ def join(stage: Stage, lines: Iterator[str], capsys: pytest.CaptureFixture[str])
         if line.startswith("swarmctl join"):
             stage.words["PEER"] = stage.volunteer.status()["self"]
             stage.ready(stage.volunteer)
-            wait_until(lambda: len(stage.owner.status()["peers"]) == 2, 30)
+            wait_until(lambda: len(stage.owner.status()["peers"]) == 2)
         if line.startswith("swarmctl logs"):
             return

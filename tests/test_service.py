@@ -17,6 +17,7 @@ from capabilities.errors import Internal, UsageError
 from swarmnode.service.managers import Done, Launchd, Systemd
 from swarmnode.service.units import STEPS_SINCE, Daemon, launchd_plist, systemd_unit
 from tests.documents import first_codes, section
+from tests.patience import PATIENCE_S
 
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 
@@ -46,7 +47,7 @@ def test_systemd_calls_the_unit_well_protected(tmp_path: Path) -> None:
 def analyze(*words: str, home: Path) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(home), "XDG_RUNTIME_DIR": str(home), "LC_ALL": "C"}
     return subprocess.run(
-        ["systemd-analyze", *words], env=environment, capture_output=True, text=True, timeout=60, check=False
+        ["systemd-analyze", *words], env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
 
 

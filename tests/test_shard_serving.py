@@ -26,6 +26,7 @@ from swarmnode.worker.epochs import Epochs
 from swarmnode.worker.loader import Loader
 from tests.expert_models import DOWN_ONLY, quiet, tiny_file
 from tests.fake_backend import FakeBackend
+from tests.patience import PATIENCE_S
 from tests.shard_models import ShardModel, shard_model
 
 _RANDOM = shard_model()
@@ -66,7 +67,7 @@ async def test_a_worker_fetches_from_two_that_hold_a_half_each(tmp_path: Path) -
         services = [await holder(hub, client, Serving(no_models(tmp_path), half)) for half in halves]
         sources = list(client.connected_peers())
         manifest = await fetch_manifest(client, sources, MANIFEST.id)
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE_S):
             await fetch_experts(client, sources, manifest, MODEL.everything, cache)
         for (layer, expert), data in MODEL.experts.items():
             described = manifest.experts_of(layer)

@@ -28,6 +28,7 @@ from swarmnode.shards.service import ServedModel, ShardService
 from swarmnode.shards.store import CacheError
 from swarmnode.shards.trunk import fetch_trunk
 from swarmnode.wire import encode_frame, read_frame, split_frame
+from tests.patience import PATIENCE_S
 from tests.shard_models import shard_model
 from tests.test_shards import OnSend, TamperedService, after, breaking_at, connected, flipped
 
@@ -68,7 +69,7 @@ def target(tmp_path: Path) -> Path:
 async def fetch(
     client: Network, ids: list[PeerId], target: Path, manifest: Manifest = MANIFEST, budget: int = 10**9
 ) -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE_S):
         await fetch_trunk(client, ids, manifest, target, budget_bytes=budget)
 
 

@@ -38,6 +38,7 @@ from swarmnode.shards.messages import (
 from swarmnode.shards.service import ServedModel, ShardService
 from swarmnode.shards.store import CacheError, ShardCache
 from swarmnode.wire import Frame, encode_frame, read_frame, split_frame
+from tests.patience import PATIENCE_S
 from tests.shard_models import ShardModel, shard_model
 
 CHUNK = 4_096
@@ -133,7 +134,7 @@ def assert_complete(cache: ShardCache, model: ShardModel = MODEL, wanted: dict[i
 
 
 async def fetch(client: Network, ids: list[PeerId], cache: ShardCache, **options: Any) -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE_S):
         await fetch_experts(client, ids, MODEL.manifest, options.pop("wanted", MODEL.everything), cache, **options)
 
 
@@ -600,7 +601,7 @@ async def test_over_libp2p_with_a_connection_that_breaks(tmp_path: Path, monkeyp
         async with trio.open_nursery() as nursery:
             nursery.start_soon(measure, await client.open_stream(ids[0], "/echo/1"))
             nursery.start_soon(break_and_mend)
-            with trio.fail_after(20):
+            with trio.fail_after(PATIENCE_S):
                 await fetch_experts(client, ids, model.manifest, model.everything, cache)
             nursery.cancel_scope.cancel()
     assert_complete(cache, model)

@@ -47,6 +47,7 @@ from tests.fault_tools import (
     stranger,
 )
 from tests.net_tools import eventually
+from tests.patience import PATIENCE_S
 from tests.swarm_tools import CONTEXT_TOKENS, Served, ask, at_once, failure, logged, long_ask, serving, wait_until
 from tests.tiny_architectures import write_tiny_model
 
@@ -91,7 +92,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broken]:
         second.wait_up()
         swarm.workers.append(second)
         swarm.add_model(write_tiny_model(root / "m.gguf", "olmoe"))
-        swarm.wait_ready(timeout_s=30)
+        swarm.wait_ready(timeout_s=PATIENCE_S)
         broken = Broken(swarm, root / "m.gguf", proxy)
         yield broken
         broken.undivided.close()
@@ -165,7 +166,7 @@ def test_a_worker_that_sleeps_until_it_is_given_up_comes_back_as_itself(served: 
     first.send_signal(signal.SIGSTOP)
     try:
         gone = lambda: {p["name"]: p["state"] for p in served.leader.status()["peers"]}[first.name] == "gone"  # noqa: E731
-        wait_until(gone, 20)
+        wait_until(gone)
     finally:
         first.send_signal(signal.SIGCONT)
     served.check_all()
@@ -178,7 +179,7 @@ def test_a_worker_whose_connection_breaks(served: Broken, kind: str) -> None:
     peer = second.status()["self"]
     try:
         error = fails_in_the_middle(served.workers[0], served.proxy.cut if kind == "cut" else served.proxy.stall)
-        wait_until(lambda: failure(lambda: second.call("ask", **ask("Hello?"))).type == "no_leader", 5)
+        wait_until(lambda: failure(lambda: second.call("ask", **ask("Hello?"))).type == "no_leader")
     finally:
         served.proxy.mend()
         served.proxy.resume()
@@ -223,7 +224,7 @@ def test_a_stopped_leader(served: Broken) -> None:
         status = second.status()
         assert (status["ready"], status["leader"]) == (False, None)
         # Until the connections are given up, too.
-        wait_until(lambda: all("no connection" in w.status()["reason"] for w in served.workers), 20)
+        wait_until(lambda: all("no connection" in w.status()["reason"] for w in served.workers))
     finally:
         served.leader.send_signal(signal.SIGCONT)
     served.check_all()
@@ -260,7 +261,7 @@ def test_daemons_that_are_asked_to_stop_in_the_middle_say_so(served: Broken) -> 
         error = fails_in_the_middle(asker, lambda node=node: node.send_signal(signal.SIGTERM))  # type: ignore[misc]
         assert error.type == type_
         assert node.process is not None
-        assert node.process.wait(5) == 0
+        assert node.process.wait(PATIENCE_S) == 0
         said = [line["event"] for line in logged(node)[seen:]]
         assert "daemon.stopping" in said
         if node is served.leader:
@@ -514,7 +515,7 @@ SPOILED = {
 async def test_a_worker_that_answers_wrong_gets_no_work(half: Served, right: RightAnswers, spoil: Any) -> None:
     async with fake_worker(IMPOSTOR, half.leader.status()["addresses"][0], right=right, spoil=spoil):
         error = None
-        with trio.fail_after(8):
+        with trio.fail_after(PATIENCE_S):
             while error is None:
                 status = await call(half.leader.status)
                 assert not status["ready"]
@@ -596,7 +597,7 @@ def test_too_little_memory_is_named_and_more_of_it_mends_that(tmp_path: Path) ->
         second.settings["node"]["memory_mib"] = 8
         second.start()
         second.wait_up()
-        swarm.wait_ready(timeout_s=20)
+        swarm.wait_ready(timeout_s=PATIENCE_S)
         held = {p["name"]: p["memory"]["used_bytes"] for p in swarm.leader.status()["peers"]}
         assert 0 < held["worker-1"] <= 1 << 20 < held["worker-2"]
         assert swarm.workers[0].call("ask", **ask("Hello", 5))["tokens"]
@@ -606,7 +607,7 @@ def test_two_daemons_on_one_data_folder(served: Broken) -> None:
     node = served.workers[0]
     command = [sys.executable, "-m", "swarmnode", "run", "--config", str(node.folder / "config.toml")]
     second = subprocess.run(
-        [*command, "--data-dir", str(node.folder)], capture_output=True, text=True, timeout=30, check=False
+        [*command, "--data-dir", str(node.folder)], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert second.returncode != 0
     lines = second.stderr.strip().splitlines()
@@ -618,7 +619,7 @@ def test_two_daemons_on_one_data_folder(served: Broken) -> None:
 def stop(node: LocalNode) -> None:
     assert node.process is not None
     node.process.terminate()
-    assert node.process.wait(10) == 0
+    assert node.process.wait(PATIENCE_S) == 0
 
 
 def test_recurrent_models_survive_an_aborted_step(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from swarmnode import threads
 from swarmnode.threads import claim_threads, machine_threads
+from tests.patience import PATIENCE_S
 
 HOLDER = """
 import sys
@@ -67,7 +68,7 @@ def test_dead_process_leaves_nothing_behind(tmp_path: Path, sig: signal.Signals)
     with holder(tmp_path, 0, 4) as (child, granted):
         assert granted == 4
         child.send_signal(sig)
-        child.wait(timeout=10)
+        child.wait(timeout=PATIENCE_S)
         with claim_threads(stock=4, folder=tmp_path) as now:
             assert now == 4
 

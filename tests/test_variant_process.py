@@ -23,6 +23,7 @@ from backends.variants import VARIANTS, find_variant
 from capabilities.errors import KernelFailed, LibraryMismatch, UsageError
 from tests.expert_models import DOWN_ONLY, made_up_layer
 from tests.kernel_processes import installed_kernels, script
+from tests.patience import PATIENCE_S
 
 ONES = {"ffn_down_exps.weight": np.ones((4, 32, 32), np.float32)}
 X, ROW = np.ones((1, 32), np.float32), np.zeros(1, np.int32)
@@ -103,7 +104,7 @@ def test_calls_from_many_threads_take_turns(process: KernelProcess) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE_S)
     assert not wrong
 
 

@@ -141,7 +141,7 @@ async def test_the_next_leader_goes_on_from_what_was_kept(tmp_path: Path) -> Non
             after.publish(subject, "fit", [], 0, 0)  # it does not lead
             assert after.verdict_of(subject) == found
             terms[0] = 3
-            await eventually(lambda: {_term(after, subject), _term(after, other)} == {3}, 5)
+            await eventually(lambda: {_term(after, subject), _term(after, other)} == {3})
             assert after.verdict_of(subject) == replace(found, term=3, sequence=1)
             await eventually(lambda: founder.store.files.verdicts.read_bytes() != kept)
 
