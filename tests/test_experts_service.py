@@ -277,7 +277,7 @@ async def test_a_long_computation_leaves_the_event_loop_free() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(worker.check)
             await eventually(worker.backend.computing.is_set)
-            with trio.fail_after(1):
+            with trio.fail_after(PATIENCE_S / 2):  # less than the backend waits
                 other = await worker.leader.open_stream(worker.worker.peer_id, PROTOCOL)
             await other.reset()
             worker.backend.hold.set()

@@ -189,10 +189,10 @@ HOSTILE_SCHEMAS = [
 )
 def test_texts_that_cannot_be_used_are_refused_at_once(grammars: Grammars, kind: str, text: str) -> None:
     make: Any = {"gbnf": grammars.of_gbnf, "schema": grammars.of_schema}[kind]
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(UsageError) as caught:
         make(text)
-    assert time.monotonic() - started < 5  # each is a matter of milliseconds
+    assert time.process_time() - started < 5  # each is a matter of milliseconds
     assert len(caught.value.message) < 500
 
 

@@ -237,9 +237,9 @@ def test_the_largest_manifest_fits_and_decodes_quickly() -> None:
     manifest = replace(_manifest(layers), n_layers=512)
     data = manifest.to_bytes()
     assert len(data) < MANIFEST_BYTES_MAX
-    before = time.perf_counter()
+    before = time.process_time()
     assert Manifest.from_bytes(data) == manifest
-    assert time.perf_counter() - before < 3
+    assert time.process_time() - before < 3
 
 
 def _change(manifest: Manifest, path: tuple[str | int, ...], value: Any) -> bytes:
@@ -345,10 +345,10 @@ def test_other_forms_of_the_same_manifest_are_refused(manifest: Manifest) -> Non
     "bomb", [b"\x9a" * 1_000_000, b"\xdd\xff\xff\xff\xff" + bytes(100), b"\x8a" + b"\xdb\xff\xff\xff\xff"]
 )
 def test_bombs_cost_nothing(bomb: bytes) -> None:
-    before = time.perf_counter()
+    before = time.process_time()
     with pytest.raises(PeerMistake):
         Manifest.from_bytes(bomb)
-    assert time.perf_counter() - before < 0.1
+    assert time.process_time() - before < 0.5
 
 
 def test_a_manifest_of_our_own_must_be_sound(manifest: Manifest) -> None:

@@ -31,7 +31,7 @@ from swarmnode.net.interface import (
 from swarmnode.net.libp2p_host import open_libp2p_network
 from swarmnode.net.memory import open_memory_hub
 from tests.net_tools import eventually
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, stuck, turns
 
 ECHO = "/test/echo/1"
 HOLD = "/test/hold/1"
@@ -249,11 +249,17 @@ async def test_a_send_cancelled_before_it_began_leaves_the_stream_usable(pair: P
     near, far = await pair.held_streams()
     sent = 255 << 10  # nearly the first window
     await near.send(bytes(sent))
-    with trio.move_on_after(0.3) as scope:
+
+    async def fill() -> None:
+        nonlocal sent
         while True:
             await near.send(b"\0")
             sent += 1
-    assert scope.cancelled_caught
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fill)
+        await stuck(lambda: sent)
+        nursery.cancel_scope.cancel()
     assert await far.receive_exactly(sent) == bytes(sent)
     await near.send(b"next")
     assert await far.receive_exactly(4) == b"next"
@@ -262,9 +268,11 @@ async def test_a_send_cancelled_before_it_began_leaves_the_stream_usable(pair: P
 async def test_a_send_cancelled_in_its_middle_resets_its_stream_only(pair: Pair) -> None:
     other = await pair.left.open_stream(pair.right.peer_id, ECHO)
     near, far = await pair.held_streams()
-    with trio.move_on_after(0.05) as scope:
-        await near.send(bytes(1 << 20))  # four first windows, and nobody reads
-    assert scope.cancelled_caught
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(near.send, bytes(1 << 20))  # four first windows, and nobody reads
+        await eventually(lambda: len(far.peek()) > 0)
+        await stuck(lambda: len(far.peek()))
+        nursery.cancel_scope.cancel()
     await expect_error(StreamReset, lambda: far.receive_exactly(1 << 20))
     await expect_error(StreamReset, lambda: near.send(b"x"))
     for size in (10, 1 << 20):
@@ -329,7 +337,7 @@ async def test_streams_of_a_peer_are_limited(pair: Pair) -> None:
     assert pair.right.statistics().streams_refused == 1
     assert await ask(first, b"1") == await ask(second, b"1") == b"1"
     await first.aclose()
-    await trio.sleep(0.05)
+    await turns()
     assert await ask(await pair.left.open_stream(pair.right.peer_id, "/test/two/1"), b"place") == b"place"
 
 
@@ -367,7 +375,7 @@ async def test_a_handler_that_returns_closes_its_stream(pair: Pair) -> None:
 
     pair.right.serve("/test/say/1", say, max_streams_per_peer=1)
     stream = await pair.left.open_stream(pair.right.peer_id, "/test/say/1")
-    await trio.sleep(0.05)
+    await turns()
     assert await stream.receive_exactly(4) == b"said"
     error = await expect_error(StreamClosed, lambda: stream.receive_exactly(1))
     assert isinstance(error, StreamClosed)
@@ -402,7 +410,7 @@ async def test_disconnecting(two: Pair) -> None:
 async def test_the_other_side_disconnects(two: Pair) -> None:
     near, far = await two.held_streams()
     await far.send(b"12345678last")
-    await trio.sleep(0.05)
+    await turns()
     assert await near.receive_exactly(8) == b"12345678"
     await two.right.disconnect(two.left.peer_id)
     await eventually(lambda: two.left.connected_peers() == ())

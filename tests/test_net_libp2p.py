@@ -37,7 +37,7 @@ from swarmnode.net.libp2p_adapters import STOCK_MUXER
 from swarmnode.net.libp2p_host import open_libp2p_network
 from tests.net_nodes import network, port_of, protocols
 from tests.net_tools import eventually
-from tests.patience import PATIENCE_S
+from tests.patience import LOADED, PATIENCE_S, turns
 from tests.test_net_conformance import ECHO, LOOPBACK, ask
 
 MEASURE = "/measure/1"
@@ -60,28 +60,29 @@ def process(kind: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 # --- Processes that die -----------------------------------------------------------------------------------------------
 
 
-async def test_a_killed_peer_is_noticed_at_once() -> None:
+async def test_a_killed_peer_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SILENCE_SECONDS_MAX", 2 * PATIENCE_S)  # it is not by this that it is noticed
     with process("ours") as (child, address):
         async with network() as node:
             peer = await node.connect(address)
             stream = await node.open_stream(peer, MEASURE)
             assert await ask(stream, b"alive") == b"alive"
             child.send_signal(signal.SIGKILL)
-            with pytest.raises(ConnectionLost), trio.fail_after(1):
+            with pytest.raises(ConnectionLost), trio.fail_after(PATIENCE_S):
                 await stream.receive_exactly(1)
-            await eventually(lambda: node.connected_peers() == (), 1)
+            await eventually(lambda: node.connected_peers() == ())
 
 
 async def test_a_suspended_peer_is_noticed_by_the_keepalive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "KEEPALIVE_TICK_SECONDS", 0.1)
-    monkeypatch.setattr(limits, "SILENCE_SECONDS_MAX", 0.4)
+    monkeypatch.setattr(limits, "SILENCE_SECONDS_MAX", 2.0)
     with process("ours") as (child, address):
         async with network() as node:
             peer = await node.connect(address)
             stream = await node.open_stream(peer, MEASURE)
             assert await ask(stream, b"alive") == b"alive"
             child.send_signal(signal.SIGSTOP)
-            with pytest.raises(ConnectionLost, match="no sign of life"), trio.fail_after(2):
+            with pytest.raises(ConnectionLost, match="no sign of life"), trio.fail_after(PATIENCE_S):
                 await stream.receive_exactly(1)
             child.send_signal(signal.SIGCONT)
             assert await node.connect(address) == peer
@@ -161,7 +162,7 @@ async def test_a_dead_address_does_not_spoil_the_next() -> None:
             with pytest.raises(DialFailed, match="refused"):
                 await other.connect(dead)
         assert await other.connect(node.addresses[0]) == node.peer_id
-        assert trio.current_time() - started < 1
+        assert trio.current_time() - started < LOADED
 
 
 def unused_port() -> int:
@@ -203,18 +204,18 @@ async def test_names_and_ipv6_can_be_dialed() -> None:
 
 
 async def test_both_dial_at_once_and_one_connection_remains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "DUPLICATE_CHECK_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "DUPLICATE_CHECK_SECONDS", 1.5)
     async with network() as left, network() as right:
         news: list[tuple[PeerId, bool]] = []
         left.on_connection(lambda peer, up: news.append((peer, up)))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(left.connect, right.addresses[0])
             nursery.start_soon(right.connect, left.addresses[0])
-        await eventually(lambda: left.statistics().connections_open == right.statistics().connections_open == 2, 1)
+        await eventually(lambda: left.statistics().connections_open == right.statistics().connections_open == 2)
         there = await left.open_stream(right.peer_id, ECHO)
         back = await right.open_stream(left.peer_id, ECHO)
         await eventually(lambda: left.statistics().connections_open == right.statistics().connections_open == 1)
-        await trio.sleep(0.5)
+        await turns()
         assert left.statistics().connections_open == 1
         assert await ask(there, b"there") == b"there"
         assert await ask(back, b"back") == b"back"
@@ -297,7 +298,7 @@ async def test_errors_inside_come_out_as_themselves_and_at_once() -> None:
                     await node.connect(other.addresses[0])
                 raise KeyError("mine")
 
-        with pytest.raises(KeyError, match="mine"), trio.fail_after(1):
+        with pytest.raises(KeyError, match="mine"), trio.fail_after(LOADED):
             await fail_inside()
 
 
@@ -341,7 +342,7 @@ async def test_peers_that_come_and_go_leave_nothing_behind() -> None:
                     assert await ask(await visitor.open_stream(node.peer_id, ECHO), b"hi") == b"hi"
                     await visitor.disconnect(node.peer_id)
                     await eventually(lambda: node.connected_peers() == ())
-        await eventually(lambda: trio.lowlevel.current_statistics().tasks_living == tasks)
+        await eventually(lambda: trio.lowlevel.current_statistics().tasks_living <= tasks)
         await eventually(lambda: open_descriptors() <= descriptors)
 
 

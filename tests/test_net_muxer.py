@@ -23,7 +23,7 @@ from tests.net_tools import (
     frame,
     muxer_pair,
 )
-from tests.patience import PATIENCE_S
+from tests.patience import LOADED, PATIENCE_S, turns
 
 FIRST_WINDOW = limits.FIRST_WINDOW_BYTES
 
@@ -147,11 +147,11 @@ async def test_many_streams_one_after_the_other_leave_nothing() -> None:
 
 async def test_a_stream_that_the_peer_never_closes_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "KEEPALIVE_TICK_SECONDS", 0.02)
-    monkeypatch.setattr(limits, "LINGER_SECONDS_MAX", 0.1)
+    monkeypatch.setattr(limits, "LINGER_SECONDS_MAX", 0.5)
     async with muxer_pair() as pair:
         near, far = await stream_pair(pair)
         await near.aclose()
-        await trio.sleep(0.05)
+        await turns(10)
         assert pair.near.streams_open == 1
         await eventually(lambda: pair.near.streams_open == pair.far.streams_open == 0)
         with pytest.raises(StreamReset):
@@ -172,7 +172,7 @@ async def test_two_receivers_on_one_stream_are_a_mistake_of_the_program() -> Non
     async with muxer_pair() as pair, trio.open_nursery() as nursery:
         near, far = await stream_pair(pair)
         nursery.start_soon(near.receive_exactly, 1)
-        await trio.sleep(0.01)
+        await turns()
         with pytest.raises(trio.BusyResourceError):
             await near.receive_exactly(1)
         await far.send(b"x")
@@ -263,4 +263,4 @@ async def test_a_sender_with_a_deadline_does_not_wait_for_a_stuck_socket() -> No
         started = trio.current_time()
         with trio.move_on_after(0.2):
             await stream.send(bytes(64 << 20))
-        assert trio.current_time() - started < 1
+        assert trio.current_time() - started < LOADED

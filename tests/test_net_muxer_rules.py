@@ -25,7 +25,7 @@ from tests.net_tools import (
     eventually,
     frame,
 )
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, turns
 
 FIRST_WINDOW = limits.FIRST_WINDOW_BYTES
 
@@ -216,7 +216,7 @@ async def test_a_reader_that_expects_much_grants_it_at_once() -> None:
         await attacked.peer.send(frame(WINDOW, SYN, 1, 0))
         stream = await attacked.muxer.accept_stream()
         nursery.start_soon(stream.receive_exactly, 4 << 20)
-        await trio.sleep(0.02)
+        await turns()
         assert await granted(attacked.peer, 1) == (4 << 20) - FIRST_WINDOW
         nursery.cancel_scope.cancel()
 
@@ -227,7 +227,7 @@ async def test_windows_of_a_connection_do_not_grow_beyond_their_budget() -> None
             await attacked.peer.send(frame(WINDOW, SYN, 2 * n + 1, 0))
             stream = await attacked.muxer.accept_stream()
             nursery.start_soon(stream.receive_exactly, 100 << 20)
-        await trio.sleep(0.02)
+        await turns()
         await attacked.peer.send(frame(PING, SYN, 0, 5))
         total = 0
         while (got := await attacked.peer.frame())[0] != PING:

@@ -40,6 +40,7 @@ from swarmnode.net.memory import MemoryHub, MemoryNetwork, open_memory_hub
 from swarmnode.wire import Q8_0, read_frame
 from tests.memory_swarm import MODEL, N_EXPERT, rows_of
 from tests.net_tools import eventually
+from tests.patience import PATIENCE_S
 
 LAYER, OTHER = MODEL.manifest.layers
 WIDTH = LAYER.n_in
@@ -244,7 +245,7 @@ async def test_who_is_waited_for_in_vain_holds_up_nobody() -> None:
         async def give_up() -> None:
             swarm.remote.give_up = lambda: RequestCancelled("nobody waits")
 
-        with trio.fail_after(1):
+        with trio.fail_after(PATIENCE_S):
             error = await swarm.failing_step(x, ids, give_up)
         assert error.type == "cancelled"
         swarm.remote.give_up = lambda: None
@@ -310,7 +311,7 @@ async def test_a_worker_that_owes_an_answer_is_named_and_must_prove_itself_again
             await swarm.desks[0].send(0)
 
         error = await swarm.failing_step(x, ids, fault)
-        assert 0.4 < trio.current_time() - started < 2.0
+        assert trio.current_time() - started > 0.4
         assert (error.type, error.details["cause"]) == ("experts_unavailable", "timeout")
         assert error.details["peer"] == str(swarm.links[1].peer)
         assert "worker-1" in error.message

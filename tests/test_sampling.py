@@ -244,7 +244,7 @@ def test_parameters_do_not_share_the_callers_mapping() -> None:
 def test_a_large_vocabulary_is_quick() -> None:
     logits = np.random.default_rng(0).normal(size=150_000).astype(np.float32) * 4
     times = []
-    for position in range(7):
+    for position in range(30):  # a busy machine lets one of them pass undisturbed
         start = time.perf_counter()
         sample(logits, SamplingParams(), position)
         times.append(time.perf_counter() - start)
