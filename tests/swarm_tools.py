@@ -73,7 +73,7 @@ def serving(
     """A ready swarm with a tiny model. `leader` are keys of its configuration's section; `each`: of every node's."""
     model = write_tiny_model(root / f"{kind}.gguf", kind, quantisation=quantisation)
     settings = {
-        "leader": {"context_tokens": CONTEXT_TOKENS, "batch_tokens": 64, "own_copy": False, "park_s": 0.0, **leader},
+        "leader": {"context_tokens": CONTEXT_TOKENS, "batch_tokens": 64, "own_copy": False, **leader},
         "swarm": {"replicas": 1},
     }
     with LocalSwarm(root / "swarm", workers, leader=settings, each=each) as swarm:

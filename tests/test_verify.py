@@ -202,7 +202,7 @@ def documented(command: str) -> set[str]:
 
 def test_a_wrong_answer_is_found(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     worker = served.workers[0]
-    words = ("verify", "--prompt", "Hello", "--max-tokens", "9", "--model", str(served.model))
+    words = ("verify", "--prompt", "Hello", "--max-tokens", "9", "--temperature", "0", "--model", str(served.model))
     status, report = run(worker, capsys, *words)
     assert (status, report["verified"]) == (0, True)
     path = worker.folder / "requests" / f"{report['request_id']}.json"
