@@ -13,7 +13,7 @@ import pytest
 
 from tests.netns.bed import Bed, NoNamespaces
 from tests.netns.skipping import bed_or_skip
-from tests.patience import PATIENCE_S
+from tests.patience import LOADED, PATIENCE_S
 from tests.swarm_tools import wait_until
 
 ECHO = """
@@ -56,7 +56,7 @@ def bed() -> Iterator[Bed]:
     assert [server.wait(PATIENCE_S) for server in servers] == [-9] * 4
 
 
-def dial(bed: Bed, source: int, address: str, seconds: float = 5.0) -> str:
+def dial(bed: Bed, source: int, address: str, seconds: float = PATIENCE_S) -> str:
     run = [*bed.enter(source), sys.executable, "-c", DIAL, address, str(seconds)]
     return subprocess.run(run, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout.strip()
 
@@ -64,7 +64,7 @@ def dial(bed: Bed, source: int, address: str, seconds: float = 5.0) -> str:
 @pytest.mark.parametrize("family", [0, 1], ids=["ipv4", "ipv6"])
 def test_a_round_trip_takes_twice_the_delay(bed: Bed, family: int) -> None:
     seconds = float(dial(bed, 0, bed.addresses(1)[family]))
-    assert 0.02 <= seconds < 1.0  # a busy machine may add to it, nothing may take from it
+    assert 0.02 <= seconds < LOADED  # a busy machine may add to it, nothing may take from it
     assert bed.counts()["delivered"] > 0
 
 

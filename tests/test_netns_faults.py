@@ -13,6 +13,7 @@ import pytest
 from tests.netns.faults import play
 from tests.netns.skipping import skipping_without_namespaces
 from tests.netns.swarm import Stage, four_layers
+from tests.patience import LOADED
 
 MAX_TOKENS = 16
 NAP_SECONDS = 15.0
@@ -30,12 +31,12 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         stage.drop()
 
 
-@pytest.mark.timeout(300)  # the first one makes the swarm
+@pytest.mark.timeout(600)  # the first one makes the swarm
 @pytest.mark.parametrize(("case", "number"), ROUNDS + LONGER)
 def test_an_answer_survives(stage: Stage, case: str, number: int) -> None:
     with skipping_without_namespaces():
         swarm = stage.swarm()
-    outcome = play(swarm, case, number, MAX_TOKENS, NAP_SECONDS)
+    outcome = play(swarm, case, number, MAX_TOKENS, NAP_SECONDS, LOADED)
     if outcome.back_s is None:
         stage.drop()
     assert outcome.good, outcome

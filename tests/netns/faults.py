@@ -124,8 +124,13 @@ def question(case: str, number: int, max_tokens: int) -> Params:
     return params | ({"temperature": 0.9, "seed": number} if number % 2 else {"temperature": 0})
 
 
-def play(swarm: BedSwarm, case: str, number: int, max_tokens: int, nap_s: float = NAP_SECONDS) -> Outcome:
-    """One round of a case, in a swarm whose peers are all ready; they are again if `back_s` is not None."""
+def play(
+    swarm: BedSwarm, case: str, number: int, max_tokens: int, nap_s: float = NAP_SECONDS, slack: float = 1.0
+) -> Outcome:
+    """One round of a case, in a swarm whose peers are all ready; they are again if `back_s` is not None.
+
+    slack: how many times as long as promised everything may take, on a machine that runs other things beside it.
+    """
     role, kind = case.split("-")
     chance = Random(f"{case} {number}")
     cast = Cast.draw(swarm, role, chance)
@@ -142,13 +147,13 @@ def play(swarm: BedSwarm, case: str, number: int, max_tokens: int, nap_s: float 
     came, tokens, error = watch(cast.asker, params, at, fault)
     faults: list[str] = []
     if kind == "part":
-        faults += [fault for node in cast.minority for fault in alone(node)]
+        faults += [fault for node in cast.minority for fault in alone(node, slack)]
     if kind == "nap":
         time.sleep(max(0.0, struck[0] + nap_s - time.time()))
     mend(swarm, cast.victim, kind)
     back_s: float | None = None
     try:
-        back_s = round(swarm.wait_ready(swarm.nodes, BACK_SECONDS_MAX), 3)
+        back_s = round(swarm.wait_ready(swarm.nodes, BACK_SECONDS_MAX * slack), 3)
         if cast.victim.peer != self_before:
             faults.append(f"{cast.victim.name} came back as another peer")
     except AssertionError as late:
@@ -188,7 +193,7 @@ def _instant_s(line: dict[str, Any]) -> float:
     return datetime.fromisoformat(line["timestamp"]).timestamp()
 
 
-def alone(node: BedNode) -> list[str]:
+def alone(node: BedNode, slack: float) -> list[str]:
     """What is wrong with a node of the minority: it must say that nobody leads, and refuse prompts at once."""
 
     def knows() -> bool:
@@ -196,15 +201,15 @@ def alone(node: BedNode) -> list[str]:
         return status["leader"] is None and "did not answer" not in status["reason"]
 
     try:
-        within(ALONE_SECONDS_MAX, knows)
+        within(ALONE_SECONDS_MAX * slack, knows)
     except AssertionError:
-        return [f"{node.name} still counts on a leader after {ALONE_SECONDS_MAX:g} s alone"]
+        return [f"{node.name} still counts on a leader after {ALONE_SECONDS_MAX * slack:g} s alone"]
     started = time.monotonic()
     try:
         node.call("ask", **question("", 0, 5))
     except SwarmError as error:
         seconds = time.monotonic() - started
-        if error.type == "no_leader" and seconds <= REFUSED_SECONDS_MAX:
+        if error.type == "no_leader" and seconds <= REFUSED_SECONDS_MAX * slack:
             return []
         return [f"{node.name} refused a prompt after {seconds:.1f} s: {error.to_json()}"]
     return [f"{node.name} answered a prompt without a majority"]

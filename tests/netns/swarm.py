@@ -33,8 +33,8 @@ CONTEXT_TOKENS: Final = 1024
 PORT: Final = 11436
 PASSPHRASE: Final = "correct horse battery staple"
 COMMAND_SECONDS_MAX: Final = 120.0
-AGREED_SECONDS_MAX: Final = 60.0
-FORMED_SECONDS_MAX: Final = 20.0
+AGREED_SECONDS_MAX: Final = 100.0
+FORMED_SECONDS_MAX: Final = 60.0
 _POLL_S: Final = 0.1
 _SWARMCTL: Final = (sys.executable, "-c", "from swarmnode.cli.ctl import main; main()")
 
