@@ -26,6 +26,7 @@ from swarmnode.swarm.news import topic_of
 from swarmnode.swarm.record import ban_news
 from tests.advert_tools import MODEL
 from tests.net_tools import eventually
+from tests.patience import LOADED
 from tests.swarm_members import NOW_S, Founder
 from tests.swarm_nodes import SwarmNode, connect_all, make_node, memory_swarm, real_swarm
 
@@ -64,7 +65,7 @@ async def test_members_know_each_other_and_a_ban_cuts_its_peer_off(tmp_path: Pat
         with pytest.raises(DialFailed):
             await second.network.connect(third.network.addresses[0])
         await first.swarm.leave()
-        await eventually(lambda: second.states()[first.peer] is PeerState.GONE)
+        await eventually(lambda: second.states()[first.peer] is PeerState.GONE, LOADED * 4)
 
 
 # -- in memory, over long times ----------------------------------------------------------------------------------------

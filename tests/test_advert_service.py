@@ -29,6 +29,7 @@ from tests.advert_nodes import SpeakingNode, connect_chain, memory_nodes, real_n
 from tests.advert_tools import MODEL, SWARM, Speaking
 from tests.gossip_tools import Listener, attacker, message
 from tests.net_tools import eventually
+from tests.patience import LOADED
 
 TOPIC = topic_of(SWARM)
 
@@ -40,14 +41,14 @@ async def test_five_nodes_in_a_row_hear_each_other_within_seconds_and_of_changes
     async with AsyncExitStack() as stack:
         nodes = [await stack.enter_async_context(real_node(phase=Phase.READY)) for _ in range(5)]
         await connect_chain(nodes)
-        await eventually(lambda: all(node.knows(*(set_without(nodes, node))) for node in nodes))
+        await eventually(lambda: all(node.knows(*(set_without(nodes, node))) for node in nodes), LOADED * 6)
         first, last = nodes[0], nodes[4]
         view = last.service.peers()[first.peer]
         assert view.advert.content == first.content
         assert sum(node.service.statistics().ignored.get(Ignored.SIGNATURE, 0) for node in nodes) == 0
 
         await first.service.leave()
-        await eventually(lambda: last.states()[first.peer] is PeerState.GONE)
+        await eventually(lambda: last.states()[first.peer] is PeerState.GONE, LOADED * 4)
         assert last.changes[-1].after is PeerState.GONE
         assert all(node.gossip.statistics().handler_errors == 0 for node in nodes)
 
@@ -64,7 +65,7 @@ async def test_a_newcomer_knows_the_swarm_as_soon_as_it_is_connected() -> None:
             await newcomer.network.connect(one.network.addresses[0])
             await eventually(lambda: newcomer.knows(one, other))
             await eventually(lambda: one.knows(newcomer) and other.knows(newcomer))
-            await eventually(lambda: newcomer.service.statistics().exchanges == 1)
+            await eventually(lambda: newcomer.service.statistics().exchanges >= 1)
 
 
 async def test_a_newcomer_finds_holders_in_the_dht_that_it_never_heard() -> None:
