@@ -3,7 +3,8 @@
 A layer's held experts are stacked into one tensor for each weight (in the CPU's repacked layout where llama.cpp would
 repack, which gives the same bits), and its program is turned into a ggml graph. One token's graph is built once for
 each number of rows and kept: decoding repeats it for every token. Larger batches are cut into slices of bounded memory,
-sorted by expert so that each expert's weights are read once a slice.
+sorted by expert so that each expert's weights are read once a slice. Who needs other experts every moment reserves room
+for some and puts one in another's place.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ctypes as ct
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol
 
 import numpy as np
@@ -106,6 +108,14 @@ def check_rows(layer: LayerExperts, places: I32, x: F32, tokens: I32, experts: I
     return found
 
 
+def _piece(data: memoryview | bytes, tensor: ExpertTensor) -> NDArray[np.uint8]:
+    """An expert's slice of a weight."""
+    piece = np.frombuffer(data, np.uint8)
+    if piece.nbytes != tensor.nbytes:
+        raise Internal(f"{piece.nbytes} bytes for a slice of {tensor.nbytes}")
+    return piece
+
+
 def not_held(layer: int) -> PeerMistake:
     return PeerMistake(f"no experts of layer {layer} are held here", layer=layer)
 
@@ -116,6 +126,7 @@ class _Layer:
     program: ExpertProgram
     widths: tuple[int, ...]
     weights: dict[str, int]
+    repacked: set[str]  # of the weights
     buffers: list[tuple[int, int]]  # (ggml context, its buffer) of each weight
     local: I32  # expert id -> index in the stacked tensors, -1 where not held
 
@@ -151,31 +162,55 @@ class GgmlExperts:
     # -- weights ------------------------------------------------------------------------------------------------
 
     def load_layer(self, layer: LayerExperts, program: ExpertProgram, experts: Sequence[int], read: ReadSlice) -> None:
+        self._take(layer, program, places_of(layer, experts), len(experts), partial(self._load_tensor, experts, read))
+
+    def reserve(self, layer: LayerExperts, program: ExpertProgram) -> None:
+        """Make room for all experts of a layer, in place of what was held of it. Each is held once it was `put`.
+
+        Raises UnsupportedModel as `load_layer` does.
+        """
+        self._take(layer, program, np.full(layer.n_expert, -1, np.int32), layer.n_expert, lambda *_: None)
+
+    def put(self, layer: int, expert: int, read: Callable[[int], memoryview | bytes]) -> None:
+        """Hold this expert of a layer that was reserved, in place of what was put there before.
+
+        `read` gives the slice of each tensor that the program reads, by its index. After an exception of it the expert
+        is not held.
+        """
+        held = self._layers[layer]
+        held.local[expert] = -1
+        for index, tensor in enumerate(held.spec.tensors):
+            if tensor.name in held.weights:
+                self._write(held, tensor, expert, _piece(read(index), tensor))
+        held.local[expert] = expert
+
+    def _take(
+        self, layer: LayerExperts, program: ExpertProgram, local: I32, count: int, fill: Callable[[_Layer, int], None]
+    ) -> None:
+        """Hold a layer with room for `count` experts; `fill` writes one of its tensors."""
         self.unload_layer(layer.layer)
         widths = program.check_shapes(layer.n_in, layer.n_out, {t.name: t.shape for t in layer.tensors})
-        held = _Layer(layer, program, widths, {}, [], places_of(layer, experts))
+        held = _Layer(layer, program, widths, {}, set(), [], local)
         try:
             for index, tensor in enumerate(layer.tensors):
                 if tensor.name in program.weights:
-                    self._load_tensor(held, tensor, index, experts, read)
+                    self._make_room(held, tensor, count)
+                    fill(held, index)
             self._check_operators(held)
         except BaseException:
             self._free(held)
             raise
         self._layers[layer.layer] = held
 
-    def _load_tensor(
-        self, held: _Layer, tensor: ExpertTensor, index: int, experts: Sequence[int], read: ReadSlice
-    ) -> None:
+    def _make_room(self, held: _Layer, tensor: ExpertTensor, count: int) -> None:
         lib = self._lib
         # Where llama.cpp would repack the whole layer's weight, a share of it is repacked too.
         whole_shape = (*tensor.shape, max(2, held.spec.n_expert))
         repacked = self.device.repack_type(tensor.type, whole_shape) if self._repack and len(whole_shape) == 3 else 0
-        # ggml repacks only what has three dimensions, and a tensor of one expert has two: such an expert is held twice,
+        # ggml repacks only what has three dimensions, and a tensor of one expert has two: there is room for another,
         # for the plain layout's kernel need not give the same bits.
-        stack = list(experts) * 2 if repacked and len(experts) == 1 else list(experts)
         context = lib.ggml_init(InitParams(lib.ggml_tensor_overhead() + 1024, None, True))
-        address = self._new_tensor(context, tensor, len(stack))
+        address = self._new_tensor(context, tensor, max(2, count) if repacked else count)
         buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(context, repacked or self.device.buffer_type)
         if not buffer:
             lib.ggml_free(context)
@@ -186,18 +221,27 @@ class GgmlExperts:
         held.buffers.append((context, buffer))
         lib.ggml_backend_buffer_set_usage(buffer, _USAGE_WEIGHTS)
         held.weights[tensor.name] = address
-        # A repacked tensor is written whole, so it is staged once.
-        whole = np.empty((len(stack), tensor.nbytes), np.uint8) if repacked else None
-        for place, expert in enumerate(stack):
-            piece = np.frombuffer(read(expert, index), np.uint8)
-            if piece.nbytes != tensor.nbytes:
-                raise Internal(f"{piece.nbytes} bytes for a slice of {tensor.nbytes}")
-            if whole is None:
-                lib.ggml_backend_tensor_set(address, piece.ctypes.data, place * tensor.nbytes, tensor.nbytes)
-            else:
-                whole[place] = piece
-        if whole is not None:
-            write_tensor(lib, address, whole)
+        if repacked:
+            held.repacked.add(tensor.name)
+
+    def _load_tensor(self, experts: Sequence[int], read: ReadSlice, held: _Layer, index: int) -> None:
+        tensor = held.spec.tensors[index]
+        for place, expert in enumerate(experts):
+            self._write(held, tensor, place, _piece(read(expert, index), tensor))
+
+    def _write(self, held: _Layer, tensor: ExpertTensor, place: int, piece: NDArray[np.uint8]) -> None:
+        """One expert's slice of a weight."""
+        lib, address = self._lib, held.weights[tensor.name]
+        if tensor.name not in held.repacked:
+            lib.ggml_backend_tensor_set(address, piece.ctypes.data, place * tensor.nbytes, tensor.nbytes)
+            return
+        # ggml repacks a tensor as a whole, row after row. So one of a single expert is laid over its place.
+        context = lib.ggml_init(InitParams(lib.ggml_tensor_overhead() + 1024, None, True))
+        whole, over = tensor_at(address), self._new_tensor(context, tensor, 1)
+        one = tensor_at(over)
+        one.buffer, one.extra, one.data = whole.buffer, whole.extra, whole.data + place * tensor.nbytes
+        lib.ggml_backend_tensor_set(over, piece.ctypes.data, 0, tensor.nbytes)
+        lib.ggml_free(context)
 
     def _check_operators(self, held: _Layer) -> None:
         """Build the layer's graph once: ggml ends the process over an operator that its device does not have."""

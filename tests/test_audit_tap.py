@@ -67,6 +67,31 @@ def test_what_finds_no_room_is_dropped_and_counted(tap: AuditTap) -> None:
     assert len(list(taken(tap))) == 1
 
 
+def test_who_judges_is_woken_once_after_falling_asleep() -> None:
+    calls: list[int] = []
+    tap = AuditTap(Audits(bytes(32)), lambda: calls.append(1))
+    tap.open = True
+    made(tap)
+    assert not tap.sleep()  # something waits
+    assert len(list(taken(tap))) == 1
+    assert tap.sleep()
+    assert calls == []
+    for _ in range(3):
+        made(tap)
+    assert calls == [1]
+
+
+def test_what_is_kept_does_not_change_with_what_it_was_made_of(tap: AuditTap) -> None:
+    x, answer = np.ones((1, LAYER.n_in), np.float32), np.ones((2, LAYER.n_out), np.float32)
+    of_token, experts = np.zeros(2, np.int32), np.arange(2, dtype=np.int32)
+    part = PeerRows("a", np.zeros(1, np.int32), of_token, experts, np.arange(2))
+    tap.answered("a", LAYER, x, part, None, answer, rounded=False, ask_f32=True)
+    x[:], answer[:] = 2, 2
+    (sample,) = taken(tap)
+    assert sample.whole
+    assert (sample.x.max(), sample.answer.max()) == (1, 1)
+
+
 def test_nothing_is_chosen_before_anybody_looks(tap: AuditTap) -> None:
     tap.open = False
     made(tap)

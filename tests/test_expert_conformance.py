@@ -11,7 +11,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,30 @@ def reference(kind: str, quantisation: str, as_kernels: bool) -> F32:
 
 
 # -- the numbers ------------------------------------------------------------------------------------------------------
+
+
+def test_an_expert_put_in_another_s_place_gives_the_same_bits(model: TakenApart) -> None:
+    whole, places = GgmlExperts(cpu()), GgmlExperts(cpu())
+    layer = model.load(whole)
+    program = ExpertProgram.from_bytes(model.manifest.programs[layer.program])
+    places.reserve(replace(layer, n_expert=2), program)
+    x, tokens, zeros = np.ones((3, layer.n_in), np.float32), np.arange(3, dtype=np.int32), np.zeros(3, np.int32)
+    with pytest.raises(PeerMistake, match="not held"):
+        places.compute(layer.layer, x, tokens, zeros)
+
+    def read(expert: int, index: int) -> bytes | memoryview:
+        return model.source.read(layer.layer, expert, layer.offsets[index], layer.tensors[index].nbytes)
+
+    for expert in (0, layer.n_expert - 1, 1):
+        for place in (0, 1):
+            places.put(layer.layer, place, partial(read, expert))
+            expected = whole.compute(layer.layer, x, tokens, zeros + expert)
+            np.testing.assert_array_equal(places.compute(layer.layer, x, tokens, zeros + place), expected)
+    with pytest.raises(Internal, match="1 bytes"):
+        places.put(layer.layer, 0, lambda index: b"1")
+    assert places.held(layer.layer) == {1}  # half of it is another's
+    for backend in (whole, places):
+        backend.close()
 
 
 @pytest.mark.parametrize(("kind", "quantisation"), CASES)

@@ -1,8 +1,9 @@
 """Where audits meet live work: the decode thread shows each answer here, and goes on.
 
-It costs the token a hash, and where the answer is chosen, a copy of its rows. What waits for the judge is bounded: what
-finds no room is dropped, and counted. Which request used which peer when is remembered, too, for the day when a peer
-turns out to have cheated.
+It costs the token a hash, and where the answer is chosen and there is room for it, a copy of its rows. What waits for
+the judge is bounded: what finds no room is dropped, and counted. Whoever judges is woken once, and then comes to look:
+waking another thread for every answer costs a token more than all the rest of it. Which request used which peer when is
+remembered, too, for the day when a peer turns out to have cheated.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ REQUESTS_REMEMBERED_MAX: Final = 4096  # far above the requests that can be unde
 class AuditTap:
     """`audits` may be touched by whoever holds `lock`: the decode thread, in here, and the event loop.
 
-    on_sample: called on the decode thread when something waits. Until `take` is called for the first time nothing is
-    chosen: nobody would look at it.
+    wake: called on the decode thread when something waits after `sleep`. Until the tap is open nothing is chosen:
+    nobody would look at it.
     """
 
-    def __init__(self, audits: Audits, on_sample: Callable[[], None]) -> None:
+    def __init__(self, audits: Audits, wake: Callable[[], None]) -> None:
         self.lock = threading.Lock()
         self.audits = audits
         self.open = False
-        self._on_sample = on_sample
+        self._wake = wake
+        self._asleep = False
         self._waiting: deque[tuple[Chosen, Sample]] = deque()
         self._of_a_peer: Counter[str] = Counter()
         self._bytes = 0
@@ -80,7 +82,9 @@ class AuditTap:
             self._waiting.append((chosen, sample))
             self._of_a_peer[peer] += 1
             self._bytes += sample.nbytes
-        self._on_sample()
+            asleep, self._asleep = self._asleep, False
+        if asleep:
+            self._wake()
 
     def used_since(self, peer: str, number: int) -> list[str]:
         """The requests that a peer's answers after that number went into. All of those that shared a step with one."""
@@ -108,6 +112,12 @@ class AuditTap:
             self._bytes -= sample.nbytes
             return chosen, sample
 
+    def sleep(self) -> bool:
+        """Have `wake` called as soon as something waits. False if something does."""
+        with self.lock:
+            self._asleep = not self._waiting
+            return self._asleep
+
 
 def _sample(
     chosen: Chosen,
@@ -120,6 +130,11 @@ def _sample(
     ask_f32: bool,
 ) -> Sample:
     """Some of an answer's rows, or of its tokens' sums: as many as were chosen, at least one."""
+    if chosen.rows >= len(part.experts):  # what decoding asks for: no time must be lost here
+        return Sample(
+            PeerId(chosen.peer), layer, x[part.rows], part.tokens, part.experts, weights, answer.copy(), rounded,
+            ask_f32, whole=True,
+        )  # fmt: skip
     random = np.random.default_rng(chosen.seed)
     if weights is None:
         rows = np.arange(len(part.experts))

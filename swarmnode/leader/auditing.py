@@ -61,6 +61,7 @@ class OutOfTolerance(SwarmError):
 
 _SHARE_OF_TIME: Final = 0.015  # of one core while answers are under way
 _BURST_S: Final = 2.0  # so that newcomers are judged at once: some tens of answers of a large model
+_GATHER_S: Final = 0.05  # until what waits is looked at again: each look interrupts the decode thread
 _LOOK_S: Final = 0.25  # how soon the end of the last request is noticed; each look interrupts the decode thread
 
 
@@ -98,7 +99,7 @@ class Auditing:
         self, owner: Owner, members: Members, judge: Judging, repeating: Repeating, board: VerdictBoard, secret: bytes
     ) -> None:
         """secret: drawn by this leader for itself."""
-        self.tap = AuditTap(Audits(secret), self._sampled)
+        self.tap = AuditTap(Audits(secret), self._waits)
         self._owner = owner
         self._members = members
         self._judge = judge
@@ -118,12 +119,14 @@ class Auditing:
             self.tap.open = True
             try:
                 while True:
-                    self._something = trio.Event()
                     while (waiting := self.tap.take()) is not None:
                         began = trio.current_time()
                         await self._have_judged(judge_one, *waiting)
                         await self._rest(trio.current_time() - began)
-                    await self._something.wait()
+                    await trio.sleep(_GATHER_S)
+                    self._something = trio.Event()
+                    if self.tap.sleep():
+                        await self._something.wait()
             finally:
                 self.tap.open, self._ended = False, True
 
@@ -148,8 +151,8 @@ class Auditing:
         else:
             self._judged(chosen, sample, judged)
 
-    def _sampled(self) -> None:
-        """On the decode thread."""
+    def _waits(self) -> None:
+        """On the decode thread: something does."""
         self._token.run_sync_soon(self._something.set)
 
     # -- events -------------------------------------------------------------------------------------------------
