@@ -7,20 +7,25 @@ writes one JSON object a line: {"progress": [step, done, total]} now and then, a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from capabilities.errors import BadModelFile, Internal, SwarmError
 
 LINE_BYTES_MAX: Final = 1 << 20
+_ENDLESS_S: Final = 120.0
+_SLOWEST_BYTES_S: Final = 2e6  # a model's file from a slow disk, and some thirty tokens computed on one slow core
 _PROGRESS_INTERVAL_S: Final = 0.2
 
 Report = Callable[[str, int, int], None]
+_is_child = threading.Event()
 
 
 class ProgressLines:
@@ -43,6 +48,7 @@ def run_child(work: Callable[[Report], Any]) -> int:
     SIGTERM ends `work` like an exception, so that it leaves nothing half done. Before llama.cpp aborts it would run a
     debugger over this process, which takes seconds and tells nobody anything.
     """
+    _is_child.set()
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
@@ -58,6 +64,22 @@ def run_child(work: Callable[[Report], Any]) -> int:
         return 1
     _write({"result": result})
     return 0
+
+
+@contextlib.contextmanager
+def coming_back(nbytes: int) -> Iterator[None]:
+    """For what llama.cpp does with `nbytes` of a file: if it does not come back, SIGALRM ends this child process.
+
+    Some headers make its kernels go round for ever. Outside of a child nothing happens.
+    """
+    if not _is_child.is_set():
+        yield
+        return
+    signal.setitimer(signal.ITIMER_REAL, _ENDLESS_S + nbytes / _SLOWEST_BYTES_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _write(value: Any) -> None:
@@ -80,6 +102,8 @@ def verdict_of_death(status: int, file: str) -> SwarmError:
         name = signal.Signals(-status).name if -status in signal.valid_signals() else str(-status)
         if name == "SIGKILL":
             return Internal(f"reading {os.path.basename(file)} was ended by the system, probably for want of memory")
+        if name == "SIGALRM":
+            return BadModelFile(f"llama.cpp comes to no end with {os.path.basename(file)}: damaged or unsupported")
         what = f"llama.cpp crashed on {os.path.basename(file)} ({name})"
         return BadModelFile(f"{what}: the file is damaged or unsupported")
     return Internal(f"reading {os.path.basename(file)} ended with status {status}")

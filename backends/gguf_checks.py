@@ -20,6 +20,7 @@ VOCABULARY_MAX = 1 << 24  # 64 times the largest known; llama.cpp allocates 50 b
 CONTEXT_MAX = 1 << 30  # 100 times the longest known
 _HEADS_MAX = 1 << 16
 _CACHE_WIDTH_MAX = 1 << 21  # keys of one token in all layers; the widest known has 61 of 128 x 192. A GB in 256 cells
+_STATE_MAX = 1 << 28  # numbers that recurrent layers keep of a sequence: 1 GB; the largest known has 42 million
 _GATING_MAX = 4  # llama.cpp aborts beyond
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")  # llama.cpp aborts on any other
 _DENSE_IF_SINGLE = ("hunyuan-dense", "hunyuan_vl")  # llama.cpp takes their single "expert" for none
@@ -119,6 +120,7 @@ def _check_sizes(keys: _Keys) -> int:
     keys.number("vocab_size", 0, VOCABULARY_MAX, default=0)
     keys.per_layer("feed_forward_length", n_layers, et.WIDTH_MAX)
     _check_attention(keys, n_layers)
+    _check_state(keys, n_layers)
     scaling = keys.metadata.get(keys.key("rope.scaling.type"), "linear")
     if scaling not in _ROPE_SCALINGS:
         raise GGUFError(
@@ -143,6 +145,21 @@ def _check_attention(keys: _Keys, n_layers: int) -> None:
         epsilon = keys.metadata.get(keys.key(f"attention.{name}"), 0.0)
         if isinstance(epsilon, float) and not 0 <= epsilon < math.inf:
             raise GGUFError(f"{keys.key(f'attention.{name}')} is {epsilon:g}; it must be a number from zero up")
+
+
+def _check_state(keys: _Keys, n_layers: int) -> None:
+    """What recurrent layers keep of a sequence fits into memory."""
+
+    def size(name: str) -> int:
+        return keys.number(name, 0, _STATE_MAX, default=0)
+
+    inner, state = size("ssm.inner_size"), size("ssm.state_size")
+    convolved = size("ssm.conv_kernel") * (inner + 2 * size("ssm.group_count") * state)
+    heads = max(keys.per_layer("attention.head_count", n_layers, _HEADS_MAX), default=0)
+    short = size("shortconv.l_cache") * size("embedding_length")
+    numbers = n_layers * (state * inner + convolved + size("kda.head_dim") ** 2 * heads + short)
+    if numbers > _STATE_MAX:
+        raise GGUFError(f"wants {numbers:,} numbers a sequence for recurrent layers; the limit is {_STATE_MAX:,}")
 
 
 def _check_expert_keys(keys: _Keys, n_layers: int) -> None:

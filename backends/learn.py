@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 
+from backends.child import coming_back
 from backends.gguf_file import GGUFFile
 from backends.llama import LlamaModel, LlamaSettings
 from backends.moe_hook import LearnedLayer, LearningHook
@@ -45,7 +46,7 @@ def learn(path: Path, holding: tuple[int, ...]) -> LearnedModel:
         UnsupportedModel: a layer's expert block cannot be captured; the message names the layer and the operator.
     """
     hook = LearningHook()
-    with LlamaModel(path, _SETTINGS, hook) as model:
+    with coming_back(path.stat().st_size), LlamaModel(path, _SETTINGS, hook) as model:
         run_once(model)
         if hook.refused:
             raise next(iter(hook.refused.values()))
@@ -81,7 +82,7 @@ def make_trunk(gguf: GGUFFile, target: Path, progress: Callable[[int, int], None
     for form in trunk_forms(gguf):
         try:
             write_outline(gguf, target, form)  # no weights: only to ask llama.cpp whether the form loads
-            with LlamaModel(target, _SETTINGS):
+            with coming_back(target.stat().st_size), LlamaModel(target, _SETTINGS):
                 pass
         except BadModelFile as error:
             refusal = error

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from backends.add_model import build_manifest
-from backends.child import Report, run_child
+from backends.child import Report, coming_back, run_child
 from backends.device import Device
 from backends.expert_source import GGUFExpertSource
 from backends.experts import F32, I32, GgmlExperts
@@ -75,7 +75,7 @@ def check_model(file: Path, workers: int, report: Report) -> CheckReport:
         trunk = Path(folder) / "trunk.gguf"
         try:
             report("llama.cpp on the undivided model", 0, 1)
-            whole = _run(file, None)
+            whole = _run(file, None, sum(gguf.sizes))
             report("llama.cpp on the undivided model", 1, 1)
             learned = make_trunk(gguf, trunk, lambda done, total: report("writing the trunk", done, total))
             _check_learned(gguf, learned, result)
@@ -131,14 +131,14 @@ def _compare(
         result.supported = True
         result.bit_identical = False
         report("the swarm's answer", 0, 1)
-        split = _run(trunk, hook)
+        split = _run(trunk, hook, sum(gguf.sizes))
         report("the swarm's answer", 1, 1)
         result.prefill_bit_identical = np.array_equal(whole[0], split[0])
         result.decode_bit_identical = np.array_equal(whole[1], split[1])
         result.bit_identical = result.prefill_bit_identical and result.decode_bit_identical
         result.max_abs_diff = max(_max_abs(a, b) for a, b in zip(whole, split, strict=True))
         if not result.bit_identical:
-            result.layers = _compare_layers(gguf.paths[0], trunk, learned, executor)
+            result.layers = _compare_layers(gguf, trunk, learned, executor)
             result.reason = _first_difference(result.layers)
     except PeerMistake as error:  # a worker's rows have another shape, or are not finite
         result.reason = error.message
@@ -164,10 +164,10 @@ def _split(gguf: GGUFFile, manifest: Manifest, workers: int, report: Report) -> 
     return LocalExperts(manifest, placement, backends), close
 
 
-def _run(path: Path, hook: Hook | None) -> tuple[F32, F32]:
+def _run(path: Path, hook: Hook | None, model_bytes: int) -> tuple[F32, F32]:
     """Logits of the prefill [PREFILL_TOKENS, V] and of the tokens that follow one by one [DECODE_TOKENS, V]."""
     settings = LlamaSettings(context_tokens=_CONTEXT, batch_tokens=_CONTEXT)
-    with LlamaModel(path, settings, hook) as model:
+    with coming_back(model_bytes), LlamaModel(path, settings, hook) as model:
         total = PREFILL_TOKENS + DECODE_TOKENS
         tokens = np.random.default_rng(_SEED).integers(0, model.vocabulary.n_vocab, total).astype(np.int32)
         prefill = _decode(model, tokens[:PREFILL_TOKENS], 0)
@@ -189,12 +189,12 @@ def _max_abs(a: F32, b: F32) -> float:
     return float(np.nan_to_num(difference, nan=limit, posinf=limit).max(initial=0.0))
 
 
-def _compare_layers(whole: Path, trunk: Path, learned: LearnedModel, executor: LocalExperts) -> list[dict[str, Any]]:
+def _compare_layers(gguf: GGUFFile, trunk: Path, learned: LearnedModel, executor: LocalExperts) -> list[dict[str, Any]]:
     """The largest difference of each layer's expert outputs, both sides observed in the same way."""
     observed = ObservingHook(learned.layers.values())
-    _run(whole, observed)
+    _run(gguf.paths[0], observed, sum(gguf.sizes))
     recorder = _Recorder(executor)
-    _run(trunk, ServingHook(learned.layers.values(), recorder))
+    _run(trunk, ServingHook(learned.layers.values(), recorder), sum(gguf.sizes))
     return [
         {"layer": layer, "max_abs_diff": max(_max_abs(a, b) for a, b in zip(rows, recorder.rows[layer], strict=True))}
         for layer, rows in sorted(observed.rows.items())

@@ -195,6 +195,11 @@ MODEL_FAULTS: dict[str, tuple[Change, str]] = {
     ),
     "value length": (lambda s: s.set("olmoe.attention.value_length", u32(1 << 20)), "for attention (value_length)"),
     "key length type": (lambda s: s.set("olmoe.attention.key_length", number(5, 8)), "key_length has type INT32"),
+    "recurrent state": (
+        lambda s: s.set("olmoe.ssm.inner_size", u32(1 << 20)).set("olmoe.ssm.state_size", u32(256)),
+        "wants 536,870,912 numbers a sequence for recurrent layers",
+    ),
+    "state size": (lambda s: s.set("olmoe.ssm.inner_size", u32(1 << 31)), "ssm.inner_size is 2,147,483,648"),
     "epsilon": (lambda s: s.set("olmoe.attention.layer_norm_rms_epsilon", number(6, -1e-5)), "is -1e-05; it must"),
     "epsilon nan": (lambda s: s.set("olmoe.attention.layer_norm_rms_epsilon", number(6, math.nan)), "is nan; it must"),
     "gating": (lambda s: s.set("olmoe.expert_gating_func", u32(5)), "expert_gating_func is 5"),

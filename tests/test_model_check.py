@@ -256,8 +256,8 @@ def test_a_fault_in_decoding_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_difference_outside_the_experts_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
     run = model_check._run
 
-    def other_trunk(path: Path, hook: Any) -> tuple[F32, F32]:
-        prefill, decode = run(path, hook)
+    def other_trunk(path: Path, hook: Any, model_bytes: int) -> tuple[F32, F32]:
+        prefill, decode = run(path, hook, model_bytes)
         return (prefill + np.float32(1e-3), decode) if path.name == "trunk.gguf" else (prefill, decode)
 
     monkeypatch.setattr(model_check, "_run", other_trunk)
@@ -306,6 +306,15 @@ async def test_a_crash_of_the_child_is_one_line() -> None:
         error = await end_of(f"import os, signal; print('noise'); os.kill(os.getpid(), signal.{name})")
         assert isinstance(error, BadModelFile)
         assert error.message == f"llama.cpp crashed on model.gguf ({name}): the file is damaged or unsupported"
+    error = await end_of(
+        "import time; from backends import child; child._ENDLESS_S = 0.1\n"
+        "def work(report):\n  with child.coming_back(1000): time.sleep(0)\n"
+        "  time.sleep(0.2)\n"
+        "  with child.coming_back(1000): time.sleep(100)\n"
+        "child.run_child(work)"
+    )
+    assert isinstance(error, BadModelFile)
+    assert error.message == "llama.cpp comes to no end with model.gguf: damaged or unsupported"
     error = await end_of("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     assert isinstance(error, Internal)
     assert "want of memory" in error.message
