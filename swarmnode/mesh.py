@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from capabilities.advert import LOAD_MAX
 from capabilities.verdict import Verdict
-from scheduler.advert_book import PeerView
+from scheduler.advert_book import PeerState, PeerView
 from scheduler.advert_findings import Finding, FindingKind
 from swarmnode.measured import Measured, backends_json
 from swarmnode.status import Status, peer_row, verdict_fields
@@ -29,7 +29,9 @@ class SwarmMesh:
         paused: Callable[[], Sequence[str]],
         cannot_vote: Callable[[], Mapping[str, str]],
         verdict_of: Callable[[str], Verdict | None],
+        is_away: Callable[[str], bool],
     ) -> None:
+        """`is_away`: whether a peer that this node should be connected to is not there, whatever its advert says."""
         self._me = me
         self._store = store
         self._adverts = adverts
@@ -39,6 +41,7 @@ class SwarmMesh:
         self._paused = paused
         self._cannot_vote = cannot_vote
         self._verdict_of = verdict_of
+        self._is_away = is_away
 
     @property
     def swarm(self) -> Status:
@@ -83,7 +86,7 @@ class SwarmMesh:
         return peer_row(
             peer,
             said.name,
-            str(view.state),
+            str(PeerState.SUSPECT if view.state is not PeerState.GONE and self._is_away(peer) else view.state),
             backends_json(said.backends),
             roles=self.roles(peer, leads=peer == self._leader(), works="worker" in said.roles),
             experts_held=sum(held.count for held in said.held),

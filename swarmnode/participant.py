@@ -135,6 +135,7 @@ class Participant:
             paused=lambda: parts.availability.reasons,
             cannot_vote=lambda: self.watch.cannot_vote,
             verdict_of=self.verdicts.verdict_of,
+            is_away=self._is_away,
         )
         self._describe = SelfDescription(
             name=parts.facts.name,
@@ -355,10 +356,14 @@ class Participant:
         return [Role.BACKBONE, Role.WORKER] if self._is_backbone() else [Role.WORKER]
 
     def _phase(self) -> Phase:
-        state = self.worker.membership.state
-        if state.phase in ("fetching", "loading"):
-            return Phase.LOADING
-        return Phase.READY if self.worker.held() else Phase.JOINING
+        serves = self.leader is not None and self.leader.active is not None  # perhaps it holds no experts besides
+        return Phase.READY if serves else self.worker.phase
+
+    def _is_away(self, peer: str) -> bool:
+        """Everybody keeps a connection to every backbone peer, and so to this one if it is one."""
+        if peer in self._store.need().backbone.peers:
+            return not self.watch.is_heard(peer)
+        return self._is_backbone() and peer not in self._network.connected_peers()
 
     def _addresses_of(self, peer: str) -> Sequence[str]:
         if self._adverts is not None:

@@ -143,7 +143,7 @@ class NodeStatus:
         row = peer_row(
             me,
             f.name,
-            "joining",
+            "joining" if self._worker is None else str(self._worker.phase),
             self._mesh.backends(me) or [unknown_backend(f.backend, f.device)],
             roles=self._mesh.roles(me, leads=False, works=works),
             experts_held=self._held(),

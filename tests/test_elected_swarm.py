@@ -233,6 +233,8 @@ def test_without_a_majority_nobody_leads_and_prompts_fail_fast(served: Elected) 
         wait_until(lambda node=node: "1 of 3 backbone peers" in (node.status()["reason"] or ""))
         status = node.status()
         assert (status["leader"], status["ready"]) == (None, False)
+        states = {row["name"]: row["state"] for row in status["peers"]}
+        assert {states.get(victim.name, "suspect") for victim in victims} == {"suspect"}
         started = time.monotonic()
         error = failure(lambda node=node: node.call("ask", **ask("Anybody?")))
         assert time.monotonic() - started < LOADED * 5

@@ -118,6 +118,10 @@ class LeaderWatch:
         said = {peer: word.why for peer, word in self._words().items() if peer in self._members()}
         return {peer: printable_line(why) for peer, why in sorted(said.items()) if why.startswith(DISABLED)}
 
+    def is_heard(self, peer: str) -> bool:
+        """Whether this backbone peer speaks; of one that is silent or away, its last word is not fresh any more."""
+        return peer in self._words()
+
     def check(self, term: int, peer: str) -> None:
         """Raises StaleTerm or UncertifiedTerm."""
         self._guard.check(term, peer)

@@ -14,6 +14,7 @@ import trio
 
 from backends.experts import ExpertBackend
 from backends.manifest import Manifest
+from capabilities.advert_content import Phase
 from capabilities.errors import NoLeader
 from scheduler.liveness import PeerState
 from swarmnode.leadership import KnownLeader, LeaderView
@@ -91,6 +92,13 @@ class Worker:
     def serving(self) -> ExpertSet | None:
         """The set that answers, or, before the first one has begun, the one that is prepared."""
         return self.epochs.current or self.epochs.prepared
+
+    @property
+    def phase(self) -> Phase:
+        """How far it is with the share that it should have."""
+        if self.membership.state.phase in ("fetching", "loading"):
+            return Phase.LOADING
+        return Phase.READY if self.held() else Phase.JOINING
 
     @property
     def bytes_held(self) -> int:
