@@ -41,7 +41,7 @@ from scheduler.fair_queue import FairQueue
 from scheduler.parking import Parking
 from scheduler.requests import Effect, FailedEffect, QueuedEffect, Request
 from scheduler.slot_sharing import RetryEstimate, gives_way, loses_slot
-from scheduler.steps import BatcherStatistics, Step, StepKind, StepPart
+from scheduler.steps import BatcherStatistics, Step, StepKind, make_step, share_rows
 
 # Rows of a prefill step while others generate: they wait for it between two tokens. At 200 rows/s, a slow machine, that
 # is 0.6 s; much less would waste passes, which cost a round trip a layer whatever their size.
@@ -187,10 +187,15 @@ class Batcher:
         prefilling = [answer for answer in running if answer.missing > 1]
         if prefilling and (not decoding or self._last_kind == "decode"):
             limit = max(PREFILL_ROWS_BESIDE_DECODE, len(self._slots)) if decoding else self._batch_tokens
-            return self._issue("prefill", _share(prefilling, min(limit, self._batch_tokens)))
+            return self._issue("prefill", share_rows(prefilling, min(limit, self._batch_tokens)))
         if decoding:
             return self._issue("decode", [(answer, 1) for answer in decoding])
         return None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody still waits for what the step that runs brings."""
+        return any(answer.slot is not None for answer in self._step_answers)
 
     def step_done(self, step: Step, logits: NDArray[np.float32], now: float, *, mixed: bool = False) -> list[Effect]:
         """The step's rows are in the cache: sample where they asked for it.
@@ -295,37 +300,16 @@ class Batcher:
                     raise UsageError(message, parameter=parameter)
 
     def _issue(self, kind: StepKind, shares: list[tuple[Answer, int]]) -> Step:
-        tokens: list[int] = []
-        positions: list[int] = []
-        parts: list[StepPart] = []
-        for answer, rows in shares:
-            assert answer.slot is not None
-            end = answer.cached + rows
-            tokens += answer.tokens[answer.cached : end]
-            positions += range(answer.cached, end)
-            parts.append(StepPart(answer.request.id, answer.slot, rows, end == len(answer.tokens)))
-            answer.touched = True
-        lengths = [part.rows for part in parts]
-        wants_logits = np.zeros(len(tokens), dtype=np.bool_)
-        wants_logits[np.cumsum(lengths) - 1] = [part.wants_logits for part in parts]
         self._steps_issued += 1
         self._last_kind = kind
         self._step_answers = tuple(answer for answer, _ in shares)
         self._parking.stepped(self._step_answers, self._steps_issued)
         if not self._parking.is_alone(self._step_answers):
             self._last_together = self._steps_issued
-        self._step = Step(
-            number=self._steps_issued,
-            kind=kind,
-            clear=tuple(sorted(self._to_clear)),
-            cut=tuple(sorted((slot, at) for slot, at in self._to_cut.items() if slot not in self._to_clear)),
-            parts=tuple(parts),
-            tokens=np.array(tokens, dtype=np.int32),
-            positions=np.array(positions, dtype=np.int32),
-            sequences=np.repeat(np.array([part.sequence for part in parts], dtype=np.int32), lengths),
-            wants_logits=wants_logits,
-            give_up_at=max(answer.deadline for answer, _ in shares),
-        )
+        cut = sorted((slot, at) for slot, at in self._to_cut.items() if slot not in self._to_clear)
+        self._step = make_step(self._steps_issued, kind, shares, clear=sorted(self._to_clear), cut=cut)
+        for answer in self._step_answers:
+            answer.touched = True
         self._to_clear.clear()
         self._to_cut.clear()
         return self._step
@@ -400,12 +384,3 @@ class Batcher:
                 answer.queue_position = position
                 effects.append(QueuedEffect(answer.request.id, position))
         return effects
-
-
-def _share(answers: list[Answer], limit: int) -> list[tuple[Answer, int]]:
-    """Rows for each, at most `limit` in all (at least one each), even but for those that need less; in their order."""
-    rows: dict[str, int] = {}
-    for n, answer in enumerate(sorted(answers, key=lambda answer: answer.missing)):
-        rows[answer.request.id] = min(answer.missing, limit // (len(answers) - n))
-        limit -= rows[answer.request.id]
-    return [(answer, rows[answer.request.id]) for answer in answers]

@@ -1,13 +1,16 @@
-"""What the batcher gives to be decoded, and what it counts."""
+"""What the batcher gives to be decoded, made of the answers that take part, and what it counts."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from scheduler.answer import Answer
 
 StepKind = Literal["prefill", "decode"]
 
@@ -66,3 +69,47 @@ class BatcherStatistics:
     failed_steps: int
     rows_decoded: int
     tokens_generated: int
+
+
+def share_rows(answers: list[Answer], limit: int) -> list[tuple[Answer, int]]:
+    """Rows for each, at most `limit` in all (at least one each), even but for those that need less; in their order."""
+    rows: dict[str, int] = {}
+    for n, answer in enumerate(sorted(answers, key=lambda answer: answer.missing)):
+        rows[answer.request.id] = min(answer.missing, limit // (len(answers) - n))
+        limit -= rows[answer.request.id]
+    return [(answer, rows[answer.request.id]) for answer in answers]
+
+
+def make_step(
+    number: int,
+    kind: StepKind,
+    shares: Sequence[tuple[Answer, int]],
+    *,
+    clear: Sequence[int],
+    cut: Sequence[tuple[int, int]],
+) -> Step:
+    """A step of the next rows of these answers, each of which has a slot: so many of each as stands beside it."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    parts: list[StepPart] = []
+    for answer, rows in shares:
+        assert answer.slot is not None
+        end = answer.cached + rows
+        tokens += answer.tokens[answer.cached : end]
+        positions += range(answer.cached, end)
+        parts.append(StepPart(answer.request.id, answer.slot, rows, end == len(answer.tokens)))
+    lengths = [part.rows for part in parts]
+    wants_logits = np.zeros(len(tokens), dtype=np.bool_)
+    wants_logits[np.cumsum(lengths) - 1] = [part.wants_logits for part in parts]
+    return Step(
+        number=number,
+        kind=kind,
+        clear=tuple(clear),
+        cut=tuple(cut),
+        parts=tuple(parts),
+        tokens=np.array(tokens, dtype=np.int32),
+        positions=np.array(positions, dtype=np.int32),
+        sequences=np.repeat(np.array([part.sequence for part in parts], dtype=np.int32), lengths),
+        wants_logits=wants_logits,
+        give_up_at=max(answer.deadline for answer, _ in shares),
+    )

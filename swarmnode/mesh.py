@@ -29,9 +29,10 @@ class SwarmMesh:
         paused: Callable[[], Sequence[str]],
         cannot_vote: Callable[[], Mapping[str, str]],
         verdict_of: Callable[[str], Verdict | None],
-        is_away: Callable[[str], bool],
+        is_heard: Callable[[str], bool],
+        connected: Callable[[], Collection[str]],
     ) -> None:
-        """`is_away`: whether a peer that this node should be connected to is not there, whatever its advert says."""
+        """`is_heard`: whether a backbone peer speaks. `connected`: the peers that are."""
         self._me = me
         self._store = store
         self._adverts = adverts
@@ -41,7 +42,8 @@ class SwarmMesh:
         self._paused = paused
         self._cannot_vote = cannot_vote
         self._verdict_of = verdict_of
-        self._is_away = is_away
+        self._is_heard = is_heard
+        self._connected = connected
 
     @property
     def swarm(self) -> Status:
@@ -80,6 +82,16 @@ class SwarmMesh:
     def _views(self) -> dict[str, PeerView]:
         adverts = self._adverts()
         return {} if adverts is None else adverts.peers()
+
+    def _is_away(self, peer: str) -> bool:
+        """Whether a peer that should be connected is not, whatever its advert says.
+
+        Everybody keeps a connection to every backbone peer, and this node may be one.
+        """
+        backbone = () if self._store.record is None else self._store.record.backbone.peers
+        if peer in backbone:
+            return not self._is_heard(peer)
+        return self._me in backbone and peer not in self._connected()
 
     def _row(self, peer: str, view: PeerView) -> Status:
         said = view.advert.content

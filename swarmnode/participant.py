@@ -135,7 +135,8 @@ class Participant:
             paused=lambda: parts.availability.reasons,
             cannot_vote=lambda: self.watch.cannot_vote,
             verdict_of=self.verdicts.verdict_of,
-            is_away=self._is_away,
+            is_heard=self.watch.is_heard,
+            connected=network.connected_peers,
         )
         self._describe = SelfDescription(
             name=parts.facts.name,
@@ -358,12 +359,6 @@ class Participant:
     def _phase(self) -> Phase:
         serves = self.leader is not None and self.leader.active is not None  # perhaps it holds no experts besides
         return Phase.READY if serves else self.worker.phase
-
-    def _is_away(self, peer: str) -> bool:
-        """Everybody keeps a connection to every backbone peer, and so to this one if it is one."""
-        if peer in self._store.need().backbone.peers:
-            return not self.watch.is_heard(peer)
-        return self._is_backbone() and peer not in self._network.connected_peers()
 
     def _addresses_of(self, peer: str) -> Sequence[str]:
         if self._adverts is not None:

@@ -16,7 +16,7 @@ from scheduler.requests import Timings, Usage
 from swarmnode.api.service import Http
 from swarmnode.config_sections import ApiConfig
 from swarmnode.paths import find_paths
-from swarmnode.prompt_messages import Alive, Ask, Done, Reply, Token
+from swarmnode.prompt_messages import Alive, Ask, Done, Queued, Reply, Token
 from tests.patience import PATIENCE_S
 
 MODEL = {"name": "tiny", "id": "ab" * 32, "combine": "router-order"}
@@ -54,6 +54,11 @@ class Conversation:
             with trio.move_on_after(0.1):
                 reply = await self._receive.receive()
             yield reply
+
+
+def answer(conversation: Conversation) -> None:
+    """A script: an answer at once."""
+    conversation.say(Queued(0), token(0, "Good "), token(1, "day"), done("."))
 
 
 class FakeSwarm:

@@ -35,6 +35,7 @@ class CountingModel:
         self.error: BaseException | None = None
         self.cleared: list[int] = []
         self.steps: list[tuple[str, ...]] = []
+        self.hold_width = 0  # hold the next step of so many requests back
 
     routings = 0
     mixed = False
@@ -42,6 +43,9 @@ class CountingModel:
 
     def begin_step(self, requests: Sequence[str]) -> None:
         self.steps.append(tuple(requests))
+        if len(requests) == self.hold_width:
+            self.hold_width = 0
+            self.may_run.clear()
 
     def clear(self, sequence: int) -> None:
         self.cleared.append(sequence)
@@ -138,7 +142,7 @@ async def test_news_do_not_wait_for_a_step() -> None:
         engine.model.may_run.clear()
         first = engine.submit("first")
         await eventually(engine.model.running.is_set)
-        assert [type(effect) for effect in first.effects] == [QueuedEffect]  # told before its first step
+        await eventually(lambda: [type(effect) for effect in first.effects] == [QueuedEffect])  # before the step's end
         second, third, fourth = (engine.submit(name) for name in ("second", "third", "fourth"))
         engine.model.may_run.set()
         await ended(first, second, third, fourth)
@@ -161,6 +165,26 @@ async def test_a_cancelled_request_hears_nothing_more_and_costs_one_step_at_most
         assert sum("gone" in step for step in engine.model.steps) <= 1
         await eventually(lambda: engine.engine.statistics().batcher.cancelled == 1)
         assert engine.submit("gone") is not None  # the name is free again
+
+
+async def test_whoever_goes_away_frees_the_slot_before_the_step_ends() -> None:
+    async with lab() as engine:
+        engine.model.may_run.clear()
+        engine.submit("one", max_tokens=40)
+        two = engine.submit("two", max_tokens=40)
+        await eventually(engine.model.running.is_set)
+        engine.model.hold_width = 2
+        engine.model.may_run.set()
+        await eventually(lambda: engine.model.hold_width == 0 and engine.model.running.is_set())
+        waits = engine.submit("waits")
+        engine.engine.cancel("one", "the asker went away")
+        await eventually(lambda: [QueuedEffect("waits", 1), QueuedEffect("waits", 0)] == waits.effects)
+        assert engine.model.running.is_set(), "the step goes on for the other one"
+        assert engine.engine.statistics().batcher.cancelled == 1
+        engine.model.may_run.set()
+        await ended(two, waits)
+        assert two.tokens == list(range(4, 44))
+        assert waits.tokens == [4, 5, 6, 7, 8]
 
 
 async def test_a_step_for_which_nobody_waits_any_more_is_given_up() -> None:

@@ -16,14 +16,15 @@ from swarmnode.status import NodeFacts, NoMesh
 from swarmnode.status_service import NodeStatus
 
 
-def mesh(states: dict[str, PeerState], away: set[str]) -> SwarmMesh:
+def mesh(states: dict[str, PeerState], backbone: tuple[str, ...], heard: set[str]) -> SwarmMesh:
     def view(name: str) -> PeerView:
         content = AdvertContent(name=name)
         advert: Any = SimpleNamespace(content=content)
         return PeerView(advert, states[name], Phase.READY, content.policy, 0, 0.0)
 
     adverts: Any = SimpleNamespace(peers=lambda: {name: view(name) for name in states}, findings=list)
-    store: Any = SimpleNamespace(record=None)
+    record = SimpleNamespace(backbone=SimpleNamespace(peers=backbone))
+    store: Any = SimpleNamespace(record=record)
     return SwarmMesh(
         "me",
         store,
@@ -34,14 +35,20 @@ def mesh(states: dict[str, PeerState], away: set[str]) -> SwarmMesh:
         paused=list,
         cannot_vote=dict,
         verdict_of=lambda peer: None,
-        is_away=away.__contains__,
+        is_heard=heard.__contains__,
+        connected=lambda: heard,
     )
 
 
 def test_a_peer_that_is_not_heard_is_suspect_whatever_its_advert_says() -> None:
-    states = {"here": PeerState.JOINING, "killed": PeerState.JOINING, "left": PeerState.GONE}
-    rows = mesh(states, {"killed", "left"}).others(())
-    assert {row["name"]: row["state"] for row in rows} == {"here": "joining", "killed": "suspect", "left": "gone"}
+    states = dict.fromkeys(("backbone", "killed", "worker", "stopped"), PeerState.JOINING) | {"left": PeerState.GONE}
+    backbone, heard = ("me", "backbone", "killed"), {"backbone", "worker"}
+    rows = mesh(states, backbone, heard).others(())
+    found = {row["name"]: row["state"] for row in rows}
+    away = {"killed": "suspect", "stopped": "suspect", "left": "gone"}
+    assert found == {"backbone": "joining", "worker": "joining", **away}
+    rows = mesh(states, backbone[1:], heard).others(())
+    assert {row["name"]: row["state"] for row in rows} == {**found, "stopped": "joining"}, "it has no part in workers"
 
 
 @pytest.mark.parametrize("phase", list(Phase))

@@ -1,6 +1,6 @@
 """The leader: it routes, samples and combines. Experts are computed on workers; everything else of a token is here.
 
-service           one active model and all that serves it
+service           one leadership: who comes, and which model is served; active_model is that with all that serves it
 protocols         what others open streams for, served once by the leader of the moment
 prompts           a request to the engine, its effects back to whoever asked; asked reads it: tokens, the answer's form
 trunk             the trunk in llama.cpp, kept from one leadership to the next

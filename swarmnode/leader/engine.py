@@ -3,7 +3,8 @@
 llama.cpp blocks, so it has a thread of its own, and that thread alone owns the model and the batcher. Requests come in
 through a bounded queue of commands; tokens go out as batches of effects to the event loop. Between two steps the loop
 takes new requests and cancellations, and tells what it knows before it decodes, so that a refusal does not wait for a
-step. A step for which nobody waits any more is given up at its next layer, or while that is waited for.
+step. It does so at each layer of a step, too, and while that is waited for: whoever goes away frees the slot at once,
+however long the step takes, and a step for which nobody waits any more is given up.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class DecodeEngine:
         self._batcher = batcher
         self._commands: queue.Queue[_Submit | _Cancel | _Distrust | None] = queue.Queue(COMMANDS_MAX)
         self._sinks: dict[str, Sink] = {}
-        self._gone: set[str] = set()  # cancelled, and the decode thread has not obeyed yet
+        self._later: list[_Distrust] = []  # what must wait for the end of the step
         self._step: Step | None = None  # the one that runs
         executor.give_up = self._give_up
         self._token = trio.lowlevel.current_trio_token()
@@ -143,11 +144,9 @@ class DecodeEngine:
     def cancel(self, request_id: str, reason: str) -> None:
         """Drop a request: no further effects reach its sink."""
         if self._sinks.pop(request_id, None) is not None:
-            self._gone.add(request_id)
             try:
                 self._commands.put_nowait(_Cancel(request_id, reason))
             except queue.Full:  # the request then ends by its own deadline
-                self._gone.discard(request_id)
                 _log.warning("engine.cancel_lost", request_id=request_id)
 
     def distrust(self, find: Callable[[], Sequence[str]]) -> None:
@@ -229,6 +228,9 @@ class DecodeEngine:
 
     def _take_commands(self) -> list[Effect]:
         effects: list[Effect] = []
+        waited, self._later = self._later, []
+        for distrust in waited:
+            effects += self._obey(distrust)
         while True:
             try:
                 command = self._commands.get_nowait()
@@ -251,11 +253,13 @@ class DecodeEngine:
     def _obey(self, command: _Submit | _Cancel | _Distrust) -> list[Effect]:
         now = time.monotonic()
         if isinstance(command, _Distrust):
+            if self._step is not None:
+                self._later.append(command)
+                return []
             names = self._batcher.distrust(command.find())
             _log.warning("engine.distrusted", requests=names)
             return []
         if isinstance(command, _Cancel):
-            self._gone.discard(command.request_id)
             return self._batcher.cancel(command.request_id, command.reason, now)
         try:
             return self._batcher.submit(command.request, now)
@@ -288,9 +292,13 @@ class DecodeEngine:
         return self._batcher.step_done(step, logits, now, mixed=self._executor.mixed)
 
     def _give_up(self) -> StepGivenUp | None:
-        """Why the step that runs is not worth its end."""
+        """Why the step that runs is not worth its end. Called on the decode thread, in the middle of it."""
         step = self._step
-        if step is not None and (self._gone.issuperset(step.requests) or time.monotonic() >= step.give_up_at):
+        if step is None:
+            return None
+        if not self._commands.empty():
+            self._post(self._take_commands())
+        if not self._batcher.is_wanted or time.monotonic() >= step.give_up_at:
             return StepGivenUp("nobody waits for this step any more")
         return None
 

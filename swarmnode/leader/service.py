@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from scheduler.batching import Batcher
 from scheduler.placement_record import PlacementRecord
 from swarmnode.asker import only
 from swarmnode.config import Config
-from swarmnode.config_sections import Combine
+from swarmnode.leader.active_model import ActiveModel
 from swarmnode.leader.engine import DecodeEngine
 from swarmnode.leader.judge import Judge
 from swarmnode.leader.members import Member, Members, VerifyMember
@@ -44,44 +44,6 @@ from swarmnode.net.interface import PeerId, Stream
 from swarmnode.prompt_messages import Ask, Failed, Reply
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(eq=False)
-class ActiveModel:
-    """Everything that serves one model."""
-
-    open: OpenModel
-    model: LlamaModel
-    engine: DecodeEngine
-    remote: RemoteExperts
-    placer: Placer
-    prompts: PromptService
-    combine: Combine
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.open.manifest
-
-    def time_callbacks(self, timed: bool) -> None:
-        if self.model.hook is not None:
-            self.model.hook.timed = timed
-
-    def statistics(self) -> dict[str, Any]:
-        """Counters since the start: steps of the engine, layers of the executor, and each link."""
-        engine = self.engine.statistics()
-        return {
-            "steps": engine.steps,
-            "decode_s": engine.decode_s,
-            "callback_s": 0.0 if self.model.hook is None else self.model.hook.python_s,
-            "layers": asdict(self.remote.timing),
-            "failover": asdict(self.remote.failover),
-            "audits": self.placer.auditing.totals(),
-            "links": [
-                {"peer": str(m.peer), "name": m.name, **asdict(m.link.statistics)}
-                for m in self.placer.members.present()
-                if m.link is not None
-            ],
-        }
 
 
 def _ignore(_covers: bool) -> None:
