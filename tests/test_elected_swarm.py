@@ -119,7 +119,8 @@ def test_the_swarm_elects_places_and_answers(served: Elected) -> None:
         backbone = ["backbone"] if node in served.swarm.nodes[:BACKBONE] else []
         assert node is leader or roles[node.name] == [*backbone, "worker"]
     for node in served.swarm.nodes:
-        assert served.check(node, ask("Once upon a time", 30))["leader"] == status["leader"]
+        answered = served.check(node, ask("Once upon a time", 30))["leader"]
+        assert answered in [each.peer_id for each in served.swarm.nodes[:BACKBONE]]
 
     def busy() -> bool:
         served.check(served.workers[-1], ask("And on", 30))
