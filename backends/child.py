@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -61,6 +62,12 @@ def run_child(work: Callable[[Report], Any]) -> int:
         return 1
     except OSError as error:
         _write({"error": Internal(f"{error.strerror or error}", hint="Check the disk and the permissions.").to_json()})
+        return 1
+    except Exception as error:  # nobody reads this process's own last words
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        where = f"{os.path.basename(frame.f_code.co_filename)}:{line}"
+        shown = Internal(f"{type(error).__name__} at {where}: {error}", hint="This is a bug: report it with this line.")
+        _write({"error": shown.to_json()})
         return 1
     _write({"result": result})
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -371,6 +372,8 @@ def test_what_a_child_may_say(capsys: pytest.CaptureFixture[str]) -> None:
     status, line = outcome(failing(UnsupportedModel("no", hint="another")))
     assert (status, line["error"]) == (1, {"type": "unsupported_model", "message": "no", "hint": "another"})
     assert outcome(failing(MemoryError()))[1]["error"]["message"] == "out of memory"
+    unforeseen = outcome(failing(ZeroDivisionError("by zero")))[1]["error"]
+    assert re.fullmatch(r"ZeroDivisionError at test_model_check\.py:\d+: by zero", unforeseen["message"])
     assert outcome(failing(OSError(28, "No space left on device")))[1]["error"]["message"] == "No space left on device"
 
 
