@@ -108,6 +108,8 @@ class Access:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if scope["method"] == "POST" and kind in _FORM_TYPES:  # what a page may send anywhere without being asked
             raise Refusal(415, "send JSON, and the header `Content-Type: application/json`", "unsupported_media_type")
+        if headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+            raise Refusal(415, "send the body as it is, without Content-Encoding", "unsupported_media_type")
 
 
 def _host_of(text: str) -> str:

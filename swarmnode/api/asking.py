@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from scheduler.sampling import SamplingParams
 from swarmnode.api import limits
 from swarmnode.api.errors import Refusal
-from swarmnode.api.schema import ChatBody, CompletionBody, MessageBody, SamplingBody
+from swarmnode.api.schema import ChatBody, CompletionBody, MessageBody, SamplingBody, TextPart
 from swarmnode.api.served import ServedModel
 from swarmnode.chat_messages import Message
-from swarmnode.limits import TOP_LOGPROBS_MAX
+from swarmnode.limits import MAX_TOKENS_MAX, TOP_LOGPROBS_MAX
 from swarmnode.prompt_messages import Ask, new_request_id, new_seed
 
 COMPLETION_TOKENS: Final = 16
@@ -29,18 +29,56 @@ def chat_asks(body: ChatBody) -> list[Ask]:
             raise _unsupported(field, "use tools" if field == "functions" else "this model writes text alone")
     if body.modalities not in (None, ["text"]):
         raise _unsupported("modalities", "this model writes text alone")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise Refusal(400, "top_logprobs needs logprobs: true", "invalid_value", "top_logprobs")
     if not 0 <= (body.top_logprobs or 0) <= TOP_LOGPROBS_MAX:
         raise Refusal(400, f"top_logprobs must be between 0 and {TOP_LOGPROBS_MAX}", "invalid_value", "top_logprobs")
     what: dict[str, Any] = {
         "messages": tuple(_message(message, i) for i, message in enumerate(body.messages)),
-        "max_tokens": body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
+        "max_tokens": _most(body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens),
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+        **_tools(body),
     }
-    if body.tool_choice != "none":
-        what |= {"tools": tuple(body.tools or ()), "tool_choice": body.tool_choice or "auto"}
     return _asks(body, what, body.n)
+
+
+def _most(max_tokens: int | None) -> int | None:
+    """More than any context holds is as good as that."""
+    return None if max_tokens is None else min(max_tokens, MAX_TOKENS_MAX)
+
+
+def _tools(body: ChatBody) -> dict[str, Any]:
+    tools, choice = tuple(body.tools or ()), body.tool_choice or "auto"
+    if choice == "none":
+        return {}
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = _Allowed.of(choice)
+        tools = tuple(tool for tool in tools if _function_name(tool) in allowed.names)
+        choice = allowed.mode
+    return {"tools": tools, "tool_choice": choice}
+
+
+class _Allowed(NamedTuple):
+    """A choice of tools that leaves the model some of them."""
+
+    mode: str
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, choice: dict[str, Any]) -> _Allowed:
+        allowed = choice.get("allowed_tools")
+        mode, tools = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
+        names = [_function_name(tool) for tool in tools] if isinstance(tools, list) else [None]
+        if mode not in ("auto", "required") or None in names:
+            message = "tool_choice.allowed_tools has a mode, auto or required, and tools, each a function with its name"
+            raise Refusal(400, message, "invalid_value", "tool_choice")
+        return cls(mode, frozenset(name for name in names if name is not None))
+
+
+def _function_name(tool: object) -> str | None:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def completion_asks(body: CompletionBody) -> list[Ask]:
@@ -53,7 +91,7 @@ def completion_asks(body: CompletionBody) -> list[Ask]:
     if len(prompts) * body.n > limits.CHOICES_MAX:
         raise Refusal(400, f"n times the prompts is more than {limits.CHOICES_MAX}", "invalid_value", "n")
     what = {
-        "max_tokens": COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+        "max_tokens": COMPLETION_TOKENS if body.max_tokens is None else _most(body.max_tokens),
         "logprobs": body.logprobs,
     }
     return [ask for text in prompts for ask in _asks(body, {"prompt": text, **what}, body.n)]
@@ -114,12 +152,11 @@ def _message(message: MessageBody, index: int) -> Message:
     role = "system" if message.role == "developer" else message.role
     content = message.content
     if isinstance(content, list):
-        for part in content:
-            if part.type != "text":
-                raise _unsupported(f"messages[{index}].content", f"it has a part of type {part.type[:40]!r}")
-        content = "".join(part.text for part in content)
+        content = "".join(_part_text(part, f"messages[{index}].content[{n}]") for n, part in enumerate(content))
+    elif content is None:
+        content = message.refusal
     if content is None and not message.tool_calls:
-        raise Refusal(400, f"messages[{index}].content: Field required", "missing_required_parameter", "messages")
+        raise _missing(f"messages[{index}].content")
     made: Message = {"role": role, "content": content}
     if message.tool_calls:
         made["tool_calls"] = [call.model_dump() for call in message.tool_calls]
@@ -127,6 +164,19 @@ def _message(message: MessageBody, index: int) -> Message:
         if (value := getattr(message, key)) is not None:
             made[key] = value
     return made
+
+
+def _part_text(part: TextPart, param: str) -> str:
+    if part.type not in ("text", "refusal"):
+        raise _unsupported(param, f"it is of type {part.type[:40]!r}, and this model reads text alone")
+    text = part.text if part.type == "text" else part.refusal
+    if text is None:
+        raise _missing(f"{param}.{part.type}")
+    return text
+
+
+def _missing(param: str) -> Refusal:
+    return Refusal(400, f"{param} is required", "missing_required_parameter", param)
 
 
 def _unsupported(param: str, why: str) -> Refusal:

@@ -112,12 +112,19 @@ def _refusal(error: BaseException) -> Refusal:
     if isinstance(error, SwarmError):
         return refusal_of(error)
     if isinstance(error, HTTPException):  # the router's
-        code = "method_not_allowed" if error.status_code == 405 else "not_found"
-        return Refusal(error.status_code, f"{error.detail}: see docs/api.md", code, headers=error.headers)
+        return _no_route(error)
     # Neither the message nor the values are logged: a request's text might stand in them.
     where = [f"{frame.name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-4:]]
     _log.error("api.failed", error=type(error).__name__, where=where)
     return Refusal(500, "this is a bug: the daemon's log says where", "internal")
+
+
+def _no_route(error: HTTPException) -> Refusal:
+    if error.status_code == 405:
+        takes = (error.headers or {}).get("allow", "another")
+        return Refusal(405, f"this address takes {takes}", "method_not_allowed", headers=error.headers)
+    there_are = "/v1/chat/completions, /v1/completions and /v1/models (docs/api.md has all)"
+    return Refusal(error.status_code, f"there is nothing at this address; there are {there_are}", "not_found")
 
 
 class _Bodies:

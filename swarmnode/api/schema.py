@@ -6,7 +6,7 @@ asked for would look like one that did not.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 import trio
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -27,10 +27,11 @@ class _Body(BaseModel):
 
 
 class TextPart(_Body):
-    """A part of a message's content. Only texts can be read."""
+    """A part of a message's content. Only texts can be read, those of an earlier refusal included."""
 
     type: str
-    text: str = ""
+    text: str | None = None
+    refusal: str | None = None
 
 
 class FunctionCall(_Body):
@@ -47,6 +48,7 @@ class ToolCallBody(_Body):
 class MessageBody(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
+    refusal: str | None = None
     name: str | None = None
     tool_calls: list[ToolCallBody] | None = None
     tool_call_id: str | None = None
@@ -135,13 +137,40 @@ def _parse(kind: type[BodyT], data: bytes) -> BodyT:
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        reason = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "json_invalid":
-            raise Refusal(400, "the body is no valid JSON", "invalid_json") from None
-        param = _name(first["loc"])
+        faults = error.errors(include_url=False, include_input=False)
+        first = faults[0]
+        if first["type"] == "json_invalid":  # what it says of where and why quotes nothing
+            raise Refusal(400, f"the body is no valid JSON: {first['ctx']['error']}", "invalid_json") from None
+        # Of a value that may be several kinds, each is told; what is wrong within one of them tells more.
+        param = max((_name(fault["loc"]) for fault in faults), key=lambda name: _within(name, _name(first["loc"])))
+        first = next(fault for fault in faults if _name(fault["loc"]) == param)
+        reasons = dict.fromkeys(_reason(fault["msg"]) for fault in faults if _name(fault["loc"]) == param)
         code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
-        raise Refusal(400, f"{param or 'the body'}: {reason}", code, param or None) from None
+        raise Refusal(400, f"{param or 'the body'} {' or '.join(reasons)}", code, param or None) from None
+
+
+_PLAIN_WORDS: Final = {
+    "Field required": "is required",
+    "Input should": "should",
+    "List should": "should",
+    "a valid integer": "a whole number",
+    "a valid boolean": "true or false",
+    "a valid string": "a text",
+    "a valid array": "a list",
+    "a valid ": "a ",
+    " after validation": "",
+}
+
+
+def _within(name: str, outer: str) -> int:
+    """How deep a name is within another one; -1: it is none of its parts."""
+    return len(name) - len(outer) if name.startswith(outer) else -1
+
+
+def _reason(message: str) -> str:
+    for theirs, ours in _PLAIN_WORDS.items():
+        message = message.replace(theirs, ours)
+    return message
 
 
 def _name(loc: tuple[int | str, ...]) -> str:
