@@ -87,7 +87,7 @@ def test_a_session_on_a_terminal(talker: Talker, tmp_path: Path) -> None:
 
 def test_lines_of_a_pipe_are_messages_and_an_error_keeps_the_session(talker: Talker, tmp_path: Path) -> None:
     command = [*SWARMCTL, "chat", "--json", "--data-dir", str(tmp_path)]
-    lines = "one\n\nfail\n/reset\n/nothing\ntwo\n/quit\nthree\n"
+    lines = "one\n\nfail\n/reset\n/nothing\ntwo\n/exit\nthree\n"
     done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     said = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one.get("text") or one["error"]["type"] for one in said] == [

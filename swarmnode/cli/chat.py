@@ -28,10 +28,10 @@ HELP: Final = """\
 /reset         begin anew; the system text stays
 /system TEXT   set the system text; without TEXT take it away
 /save FILE     write the conversation to a new file, as JSON
-/quit          end (or Ctrl-D)
+/quit, /exit   end (or Ctrl-D)
 Enter sends; Alt-Enter begins a new line; a pasted text may have many. Ctrl-C stops an answer.
 A message that begins with a slash: put a space before it."""
-COMMANDS: Final = ("/help", "/reset", "/system", "/save", "/quit")
+COMMANDS: Final = ("/help", "/reset", "/system", "/save", "/quit", "/exit")
 _DISCLOSURE: Final = (
     "The leader reads all of this in plain text; workers see activations, from which much can be reconstructed."
 )
@@ -76,7 +76,7 @@ def run_command(line: str, talk: Conversation) -> str | None:
     """
     name, _, rest = line.strip().partition(" ")
     rest = rest.strip()
-    if name == "/quit":
+    if name in ("/quit", "/exit"):
         return None
     if name == "/help":
         return HELP

@@ -200,7 +200,7 @@ def print_models(answer: Mapping[str, Json]) -> None:
     """The models that a node knows, one a row."""
     models = [model for model in _list(answer.get("models")) if isinstance(model, dict)]
     if not models:
-        console().print("No models. `swarmctl model add FILE` makes one known.")
+        console().print("No models on this node. `swarmctl model add FILE` makes one known; a worker needs none.")
         return
     table = table_of("model", "architecture", "layers", "experts", "size", "state")
     for model in models:
