@@ -11,7 +11,7 @@ import trio
 from libp2p.pubsub.pb import rpc_pb2
 
 from swarmnode.identity import Identity
-from swarmnode.net.gossip import Verdict
+from swarmnode.net.gossip import GossipStatistics, Verdict
 from swarmnode.net.gossip_router import PROTOCOL
 from swarmnode.net.gossipsub import GossipSubNode, open_gossipsub
 from swarmnode.net.interface import Network, PeerId, Stream
@@ -21,6 +21,8 @@ from tests.net_tools import eventually
 
 TOPIC = "swarmnode/5a5a5a5a5a5a5a5a/adverts"
 BYTES_MAX = 8_194
+HEARTBEAT_BYTES, ADVERT_BYTES = 152, 1_000  # tests/test_advert.py holds adverts to these
+RPC_OVERHEAD_BYTES = 12 + 18 + 52  # the muxer's header, Noise's length and tag, IPv4 and TCP with timestamps
 
 
 @dataclass
@@ -129,3 +131,40 @@ def framed(data: bytes) -> bytes:
 
 def message(data: bytes, topic: str = TOPIC) -> rpc_pb2.Message:
     return rpc_pb2.Message(data=data, topicIDs=[topic])
+
+
+def meshed(chance: random.Random, peers: int, backbone: int, wanted: int) -> list[tuple[int, int]]:
+    """Everybody is connected to the backbone, and to others until there are `wanted` connections."""
+    edges = {(hub, peer) for hub in range(backbone) for peer in range(hub + 1, peers)}
+    for peer in range(peers):
+        while sum(peer in edge for edge in edges) < wanted:
+            other = chance.randrange(peers)
+            if other != peer:
+                edges.add((min(peer, other), max(peer, other)))
+    return sorted(edges)
+
+
+async def chatter(nodes: list[Listener], chance: random.Random, seconds: float) -> dict[bytes, float]:
+    """Each node sends a heartbeat each 15 s, and each twentieth time an advert; when each was sent."""
+    sent: dict[bytes, float] = {}
+
+    async def speak(number: int, node: Listener) -> None:
+        await trio.sleep(chance.uniform(0, 15))
+        while True:
+            size = ADVERT_BYTES if chance.random() < 15 / 300 else HEARTBEAT_BYTES
+            data = b"%04d" % number + chance.randbytes(size - 4)
+            sent[data] = trio.current_time()
+            node.gossip.publish(TOPIC, data)
+            await trio.sleep(15)
+
+    with trio.move_on_after(seconds):
+        async with trio.open_nursery() as nursery:
+            for number, node in enumerate(nodes):
+                nursery.start_soon(speak, number, node)
+    return sent
+
+
+def spent(before: GossipStatistics, after: GossipStatistics, seconds: float) -> float:
+    """Bytes a second on the wire that a node sent."""
+    rpcs = after.rpcs_sent - before.rpcs_sent
+    return (after.bytes_sent - before.bytes_sent + rpcs * RPC_OVERHEAD_BYTES) / seconds

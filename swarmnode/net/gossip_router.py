@@ -7,13 +7,16 @@ heartbeat of a minute), IDONTWANT (as large as a heartbeat), signed address reco
 
 Telling neighbours outside the mesh which messages there are (IHAVE) goes by turns here. The original draws some at
 random each second, none of those that it pruned lately: where workers behind NATs know nobody but a few backbone peers,
-most of them would hear little. Here each such neighbour hears of every message within a few seconds; one that never
-asks for any is served elsewhere, and told less often.
+most of them would hear little. Here a neighbour that is new, just left the mesh, or asks for messages hears of every
+one within a few seconds. One that leaves some such offers unanswered is served elsewhere; now and then it is sounded
+with a few messages that it should have by then, and asks if it has not. A hub has a hundred such neighbours, so there
+is a limit to how many it sounds a second.
 """
 
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import trio
@@ -30,8 +33,10 @@ ID_BYTES = 8
 """Of a message's hash. To make others drop a message, one would have to find another with its id within seconds."""
 
 TURN_BEATS = 3
-FULL_TURNS = 4  # of a neighbour that does not ask, one in so many is used
-HUNGRY_SECONDS = 60.0
+OFFERS = 7  # unanswered in a row. Who hears one peer's heartbeats from here alone asks every 15 s, in every fifth turn
+_SOUNDING_BEATS = 4 * TURN_BEATS  # a neighbour that does not ask is not sounded more often
+_OFFERED_BEATS = slice(1, 1 + TURN_BEATS)  # what is newer is on its way: it would be asked for in vain
+_SETTLED_BEATS = slice(2, 6)  # what everybody had time to get, and will have time to ask for
 _HISTORY_BEATS = 8  # longer than a turn, by a slow link's time to ask
 _ASKED_MAX = 2
 _BACK_OFF_SECONDS_MAX = 600
@@ -101,6 +106,10 @@ class _Cache(MessageCache):  # type: ignore[misc]
             self.msgs[entry.mid] = msg
             self.history[0].append(entry)
 
+    def aged(self, topic: str, beats: slice) -> list[bytes]:
+        """The messages that came so many heartbeats ago, the newest first."""
+        return [each.mid for beat in self.history[beats] for each in reversed(beat) if topic in each.topics]
+
 
 class Router(GossipSub):  # type: ignore[misc]
     """See the file's head. Its `heartbeat` runs for ever."""
@@ -121,7 +130,9 @@ class Router(GossipSub):  # type: ignore[misc]
         self.mcache = _Cache(TURN_BEATS, _HISTORY_BEATS)
         self.attach(surroundings)
         self._beat = 0
-        self._hungry: dict[PeerId, float] = {}
+        self._offers: dict[PeerId, int] = {}  # that a neighbour may still leave unanswered
+        self._meshed: dict[str, set[PeerId]] = {}  # at the last heartbeat
+        self._sounded: dict[str, dict[PeerId, int]] = {}  # by topic: in which beat
         self._asked: dict[bytes, int] = {}
 
     def receivers(self, topic: str) -> set[PeerId]:
@@ -141,16 +152,31 @@ class Router(GossipSub):  # type: ignore[misc]
         told: dict[PeerId, dict[str, list[bytes]]] = {}
         for topic, mesh in self.mesh.items():
             others = self.pubsub.peer_topics.get(topic, set()).intersection(self.pubsub.peers) - mesh
-            for place, peer in enumerate(sorted(others)):
-                turn, mine = divmod(self._beat + place, TURN_BEATS)
-                hungry = self._hungry.get(peer, 0) > trio.current_time()
-                if mine == 0 and (hungry or (turn + place) % FULL_TURNS == 0):
-                    told.setdefault(peer, {})[topic] = self.mcache.window(topic)
-        return {peer: topics for peer, topics in told.items() if any(topics.values())}
+            for peer in self._meshed.get(topic, set()) & others:
+                self.feed(peer)
+            self._meshed[topic] = set(mesh)
+            hungry = {peer for peer in others if self._offers.get(peer, 0)}
+            for peer in hungry:
+                if _turn(peer) == self._beat % TURN_BEATS and (offered := self.mcache.aged(topic, _OFFERED_BEATS)):
+                    told.setdefault(peer, {})[topic] = offered
+                    self._offers[peer] -= 1
+            for peer in self._to_sound(topic, others - hungry):
+                if settled := self.mcache.aged(topic, _SETTLED_BEATS)[: limits.GOSSIP_SOUNDING_IDS]:
+                    told.setdefault(peer, {})[topic] = settled
+        return told
+
+    def _to_sound(self, topic: str, fed: set[PeerId]) -> list[PeerId]:
+        """Those of the neighbours that were not sounded for longest."""
+        before = self._sounded.get(topic, {})
+        now = self._sounded[topic] = {peer: before.get(peer, self._beat) for peer in fed}
+        due = sorted((beat, peer) for peer, beat in now.items() if self._beat - beat >= _SOUNDING_BEATS)
+        chosen = [peer for _, peer in due[: limits.GOSSIP_SOUNDED_MAX]]
+        now.update(dict.fromkeys(chosen, self._beat))
+        return chosen
 
     def feed(self, peer: PeerId) -> None:
-        """The neighbour is new or asked for messages: it may depend on being told."""
-        self._hungry[peer] = trio.current_time() + HUNGRY_SECONDS
+        """The neighbour is new, left the mesh, or asked for messages: it may depend on being told of them."""
+        self._offers[peer] = OFFERS
 
     def worth_asking(self, offered: bytes) -> bool:
         """Whether to ask a neighbour for a message that it offers. Two are asked, in case that the first one lies."""
@@ -163,7 +189,7 @@ class Router(GossipSub):  # type: ignore[misc]
 
     def remove_peer(self, peer_id: PeerId) -> None:
         super().remove_peer(peer_id)
-        self._hungry.pop(peer_id, None)
+        self._offers.pop(peer_id, None)
 
     def in_mesh(self, peer: PeerId) -> Callable[[str], bool]:
         return lambda topic: peer in self.mesh.get(topic, ())
@@ -202,6 +228,10 @@ class Router(GossipSub):  # type: ignore[misc]
 
     def _check_graft_flood_protection(self, peer_id: PeerId, topic: str) -> bool:
         return True
+
+
+def _turn(peer: PeerId) -> int:
+    return zlib.crc32(peer.encode()) % TURN_BEATS
 
 
 def clean_control(

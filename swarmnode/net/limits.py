@@ -178,10 +178,19 @@ GOSSIP_RELAY_SECONDS_MAX: Final = 0.4
 """How long a relayed message waits for company, half of it at least. Small messages share a packet, and who meanwhile
 sends the same message need not get it: one copy a link instead of up to two. Own messages leave at once."""
 
-GOSSIP_DEGREE: Final = 6
-GOSSIP_DEGREE_LOW: Final = 4
-GOSSIP_DEGREE_HIGH: Final = 8
-"""Neighbours to which messages go at once, for each topic: GossipSub's own numbers, but for fewer at most."""
+GOSSIP_DEGREE: Final = 4
+GOSSIP_DEGREE_LOW: Final = 3
+GOSSIP_DEGREE_HIGH: Final = 5
+"""Neighbours to which messages go at once, for each topic. Each is a copy of everything in one direction or the other,
+so with five of them and a hundred peers a node sends 6 KB/s. GossipSub's own six to twelve hide more neighbours that
+drop what they should pass on; here those outside of the mesh notice (GOSSIP_SOUNDED_MAX)."""
+
+GOSSIP_SOUNDED_MAX: Final = 4
+"""Neighbours outside of a topic's mesh, of those that do not ask, which are told of messages in one heartbeat. A hub
+with a hundred has been round within half a minute, before anybody who hears nothing more would suspect the others."""
+
+GOSSIP_SOUNDING_IDS: Final = 4
+"""Messages that such a neighbour is told of. One is enough to show that it gets none, a second that it gets few."""
 
 # --- DHT --------------------------------------------------------------------------------------------------------------
 
