@@ -15,7 +15,7 @@ from swarmnode.handlers import parse_ask
 from swarmnode.local_swarm import LocalNode, LocalSwarm, Settings
 from swarmnode.undivided import Undivided, UndividedAnswer
 from tests.patience import PATIENCE_S
-from tests.tiny_architectures import write_tiny_model
+from tests.tiny_architectures import write_olmoe, write_tiny_model
 
 CONTEXT_TOKENS = 1024
 WORKERS = 2
@@ -70,8 +70,17 @@ def serving(
     each: Settings | None = None,
     **leader: Any,
 ) -> Iterator[Served]:
-    """A ready swarm with a tiny model. `leader` are keys of its configuration's section; `each`: of every node's."""
-    model = write_tiny_model(root / f"{kind}.gguf", kind, quantisation=quantisation)
+    """A ready swarm with a tiny model. `leader` are keys of its configuration's section; `each`: of every node's.
+
+    Several workers have no room for all experts of an olmoe each. Of other kinds one may hold all, if round trips were
+    slow when they were placed.
+    """
+    model = root / f"{kind}.gguf"
+    if kind == "olmoe" and workers > 1:
+        write_olmoe(model, 3, quantisation=quantisation, widths=(64, 96 if quantisation == "f32" else 256))
+        each = {**(each or {}), "node": {"memory_mib": 1, **(each or {}).get("node", {})}}
+    else:
+        write_tiny_model(model, kind, quantisation=quantisation)
     settings = {
         "leader": {"context_tokens": CONTEXT_TOKENS, "batch_tokens": 64, "own_copy": False, **leader},
         "swarm": {"replicas": 1},

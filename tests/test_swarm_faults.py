@@ -637,11 +637,11 @@ def test_recurrent_models_survive_an_aborted_step(tmp_path: Path) -> None:
     with serving(tmp_path, "lfm2moe", park_s=0.0) as served:
         for node in served.swarm.nodes:
             served.check(node, ask("Before", 40, temperature=1.0, seed=3))
-        first = served.workers[0]
-        peer = first.status()["self"]
-        check_names_experts(fails_in_the_middle(served.leader, first.kill), first, peer)
-        first.start()
-        first.wait_up()
+        holder = next(node for node in served.workers if node.status()["local"]["experts_held"])
+        peer = holder.status()["self"]
+        check_names_experts(fails_in_the_middle(served.leader, holder.kill), holder, peer)
+        holder.start()
+        holder.wait_up()
         served.swarm.wait_ready(timeout_s=BACK_SECONDS_MAX)
         asks = [ask(f"After {i}", 40, temperature=1.0, seed=i) for i in range(4)]
         calls = [lambda params=params: served.workers[1].call("ask", **params) for params in asks]
