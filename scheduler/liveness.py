@@ -11,6 +11,7 @@ which advances by at most one stretch of ordinary length between two calls; so i
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -24,6 +25,7 @@ STRETCH_S = 0.5  # longest time between two calls that counts in full: a tick th
 PINGS_OPEN_MAX = 16  # per peer; older ones are forgotten, which never makes a peer look better
 PEERS_MAX = 1_024
 _RTT_MEMORY = 0.8  # of the smoothed round trip at each new one
+_LEAST_OF = 8  # pongs, four seconds of them: one at least that neither side was too busy to read at once
 
 
 class PeerState(StrEnum):
@@ -48,6 +50,7 @@ class _Peer:
     silent_since: float | None = None  # in the detector's own time; None: nothing unanswered
     open: dict[int, float] = field(default_factory=dict)  # ping number -> when, likewise; oldest first
     rtt_s: float | None = None
+    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=_LEAST_OF))  # the last round trips
 
 
 class FailureDetector:
@@ -87,6 +90,7 @@ class FailureDetector:
         if watched is None or number not in watched.open:
             return False
         rtt = self._time - watched.open[number]
+        watched.recent_s.append(rtt)
         watched.rtt_s = rtt if watched.rtt_s is None else _RTT_MEMORY * watched.rtt_s + (1 - _RTT_MEMORY) * rtt
         # It lived when it answered, so what was sent before needs no answer any more; a later ping still does.
         numbers = list(watched.open)
@@ -115,6 +119,12 @@ class FailureDetector:
         """Smoothed round trip in seconds; None before the first pong."""
         watched = self._peers.get(peer)
         return None if watched is None else watched.rtt_s
+
+    def rtt_least_s(self, peer: str) -> float | None:
+        """The least of the last round trips, in seconds: the distance, without what a busy machine added to one of
+        them. None before the second pong, as the first may be that one."""
+        watched = self._peers.get(peer)
+        return min(watched.recent_s) if watched is not None and len(watched.recent_s) > 1 else None
 
     def _advance(self, now: float) -> None:
         self._time += min(max(0.0, now - self._now), STRETCH_S)

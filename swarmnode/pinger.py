@@ -7,6 +7,7 @@ break by themselves then.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
@@ -28,6 +29,8 @@ _log = structlog.get_logger(__name__)
 PROTOCOL: Final = "/swarmnode/ping/1"
 _NUMBER_BITS: Final = 62
 _RETRY_S: Final = 0.5
+_FIRST_PINGS: Final = 3  # follow each other at once: who is placed as soon as it joins should not be judged by one pong
+_FIRST_INTERVAL_S: Final = 0.05
 
 OnState = Callable[[PeerId, PeerState], object]
 
@@ -99,6 +102,11 @@ class PeerWatch:
         seconds = 0.0 if peer == self._network.peer_id else self._detector.rtt_s(peer)
         return None if seconds is None else round(seconds * 1e3, 3)
 
+    def rtt_least_ms(self, peer: PeerId) -> float | None:
+        """The least of the last round trips in milliseconds, None before the second."""
+        seconds = 0.0 if peer == self._network.peer_id else self._detector.rtt_least_s(peer)
+        return None if seconds is None else round(seconds * 1e3, 3)
+
     async def _watch(self, peer: PeerId, scope: trio.CancelScope) -> None:
         with scope:
             while True:
@@ -118,12 +126,12 @@ class PeerWatch:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._receive_pongs, peer, stream)
-                while True:
+                for count in itertools.count(1):
                     number = secrets.randbits(_NUMBER_BITS)
                     self._detector.sent(peer, number, trio.current_time())
                     with trio.fail_after(limits.SEND_SECONDS_MAX):
                         await stream.send(encode_frame([number]))
-                    await trio.sleep(PING_INTERVAL_S)
+                    await trio.sleep(_FIRST_INTERVAL_S if count < _FIRST_PINGS else PING_INTERVAL_S)
         finally:
             await stream.reset()
 

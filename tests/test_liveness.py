@@ -163,6 +163,24 @@ def test_a_late_pong_does_not_answer_for_the_pings_after_it() -> None:
     assert detector.state("a", 4.75) == FAILED
 
 
+def test_the_least_round_trip_is_the_distance_however_busy_a_machine_was() -> None:
+    detector = FailureDetector(0)
+    detector.add("a", 0)
+    assert detector.rtt_least_s("a") is None
+    times = [0.3, 0.02, 0.4, 0.021, *[0.1] * 8]  # until each pong; the last eight are what is left
+    least: list[float | None] = []
+    for number, rtt_s in enumerate(times):
+        detector.sent("a", number, number)
+        detector.tick(number + 0.001)
+        assert detector.pong("a", number, number + rtt_s)
+        for wait in (0.45, 0.9):
+            detector.tick(number + wait)
+        least.append(detector.rtt_least_s("a"))
+    assert least[0] is None
+    assert least[1:9] == pytest.approx([0.02] * 8)
+    assert least[-2:] == pytest.approx([0.021, 0.1])
+
+
 def test_peers_come_and_go() -> None:
     detector = FailureDetector(0)
     assert detector.state("a", 0) == FAILED

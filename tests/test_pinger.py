@@ -29,6 +29,7 @@ async def test_a_peer_that_falls_silent_fails_and_comes_back(autojump_clock: Moc
         await trio.sleep(3)
         assert (watch.state(other.peer_id), heard[-1]) == (PeerState.ALIVE, (other.peer_id, PeerState.ALIVE))
         assert watch.rtt_ms(other.peer_id) is not None
+        assert watch.rtt_least_ms(other.peer_id) == 200.0
         nursery.cancel_scope.cancel()
 
 

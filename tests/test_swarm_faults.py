@@ -48,7 +48,18 @@ from tests.fault_tools import (
 )
 from tests.net_tools import eventually
 from tests.patience import LOADED, PATIENCE_S, turns
-from tests.swarm_tools import CONTEXT_TOKENS, Served, ask, at_once, failure, logged, long_ask, serving, wait_until
+from tests.swarm_tools import (
+    CONTEXT_TOKENS,
+    TWELVE_A_MIB,
+    Served,
+    ask,
+    at_once,
+    failure,
+    logged,
+    long_ask,
+    serving,
+    wait_until,
+)
 from tests.tiny_architectures import write_olmoe, write_tiny_model
 
 ERROR_SECONDS_MAX = 5.0 * LOADED  # from a fault to the typed error at the asker
@@ -79,9 +90,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broken]:
     root = tmp_path_factory.mktemp("broken")
     settings = {
         "leader": {"context_tokens": CONTEXT_TOKENS, "batch_tokens": 64, "own_copy": False, "park_s": 0.0},
-        "swarm": {"settle_s": 0.5, "replicas": 1},
+        "swarm": {"settle_s": 0.5, "replicas": 2},
     }
-    # No worker has room for all experts, so that a share waits for its holder however long that takes to start again.
+    # Each has room for half of the experts: a share waits for its holder, however long that takes to start again.
     swarm = LocalSwarm(root / "swarm", 2, leader=settings, each={"node": {"memory_mib": 1}})
     second = swarm.workers.pop()
     with swarm:
@@ -92,7 +103,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broken]:
         second.start()
         second.wait_up()
         swarm.workers.append(second)
-        swarm.add_model(write_olmoe(root / "m.gguf", 3, widths=(64, 96)))  # 1.7 MiB of experts
+        swarm.add_model(write_olmoe(root / "m.gguf", 3, widths=TWELVE_A_MIB["f32"]))
         swarm.wait_ready(timeout_s=PATIENCE_S)
         broken = Broken(swarm, root / "m.gguf", proxy)
         yield broken
@@ -428,7 +439,7 @@ def test_junk_in_the_control_socket(served: Broken) -> None:
 async def test_a_member_that_never_loads_disturbs_nobody(served: Broken) -> None:
     before = served.leader.status()["epoch"]
     async with fake_worker(Identity.generate(), served.address, name="lazy", claims_loaded=False) as fake:
-        await eventually(lambda: bool(fake.assigned))
+        await eventually(lambda: bool(fake.assigned))  # second copies, for which nobody else has room
         for _ in range(3):
             status = await call(served.leader.status)
             states = {p["name"]: (p["state"], p["experts_held"]) for p in status["peers"]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -43,7 +43,7 @@ class Specs:
             default,
             host=hello.host,
             rows_per_s=_rate(member) or self._typical_rate() or default.rows_per_s,
-            rtt_ms=_magnitude(self._members.watch.rtt_ms(member.peer) or default.rtt_ms),
+            rtt_ms=_magnitude(self._rtt_ms(member) or self._typical_rtt_ms() or default.rtt_ms),
             fitness="quarantined" if member.quarantined else "unfit" if member.unfit else "fit",
             accumulates_f32=hello.accumulates_f32,
             numeric_class=numeric_class(member),
@@ -87,8 +87,15 @@ class Specs:
 
     def _typical_rate(self) -> float | None:
         """What is assumed of a worker that has not computed anything yet: it is like the others."""
-        rates = sorted(rate for member in self._members.present() if (rate := _rate(member)) is not None)
-        return rates[len(rates) // 2] if rates else None
+        return _median(_rate(member) for member in self._members.present())
+
+    def _typical_rtt_ms(self) -> float | None:
+        """The same of one that has not answered a ping yet."""
+        return _median(self._rtt_ms(member) or None for member in self._members.present())
+
+    def _rtt_ms(self, member: Member) -> float | None:
+        """Not the smoothed one: what a busy machine adds to some of its round trips is no distance."""
+        return self._members.watch.rtt_least_ms(member.peer)
 
 
 def hard_facts(spec: WorkerSpec) -> tuple[object, ...]:
@@ -110,6 +117,11 @@ def _failing_since(member: Member, now: float) -> float | None:
 
 def _rate(member: Member) -> float | None:
     return None if member.link is None else member.link.kernel_rows_per_s
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = sorted(value for value in values if value is not None)
+    return known[len(known) // 2] if known else None
 
 
 def _magnitude(rtt_ms: float) -> float:
