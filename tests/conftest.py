@@ -16,12 +16,19 @@ import structlog
 # Machines that run tests are shared, and there NumPy's threads wait for each other far longer than they compute. NumPy
 # reads this when it is loaded, which the tests themselves do.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# For the same reason: how long an example took says nothing about the code.
-hypothesis.settings.register_profile(
-    "shared",
-    deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
-)
+# For the same reason: how long an example took says nothing about the code. And the examples are the same each time, so
+# that no change is stopped by what it has nothing to do with: `pytest --hypothesis-profile=explore` looks for new ones.
+for profile, derandomize in (("explore", False), ("shared", True)):
+    hypothesis.settings.register_profile(
+        profile,
+        deadline=None,
+        derandomize=derandomize,
+        suppress_health_check=[
+            hypothesis.HealthCheck.too_slow,
+            hypothesis.HealthCheck.data_too_large,
+            hypothesis.HealthCheck.function_scoped_fixture,
+        ],
+    )
 hypothesis.settings.load_profile("shared")
 
 # Tests that start daemons wait more than they compute, but their daemons mind each other's load. With two processes

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import llama_cpp
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.gguf_file import GGUFFile
@@ -324,7 +324,7 @@ def test_other_files_in_the_folder_do_not_matter(tmp_path: Path) -> None:
     GGUFFile.open(moe_sample().write(tmp_path / "model-00001-of-00002.gguf")).close()  # says nothing of parts
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, deadline=None)
 @given(data=st.data())
 def test_damaged_bytes_open_or_are_refused_and_ggml_agrees(tmp_path: Path, data: st.DataObject) -> None:
     """Whatever happens to a header: BadModelFile, or a file that ggml's own reader takes as well."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
@@ -307,7 +307,6 @@ def test_invites_of_another_swarm_do_not_count(book: InviteBook, tmp_path: Path)
     assert InviteBook(tmp_path / "invites", "00" * 32).listed(NOW_S) == []
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_book_is_reported(book: InviteBook, tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "invites"

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from capabilities.errors import PeerMistake, UsageError
@@ -77,7 +77,6 @@ def test_a_passphrase_has_bounds(key: OwnerKey, passphrase: str) -> None:
         key.seal(SWARM, passphrase)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.integers(40, 300), character=st.sampled_from("Aa0+/=*\x00é"))
 def test_damage_is_told_from_a_wrong_passphrase(key: OwnerKey, at: int, character: str) -> None:
     text = key.seal(SWARM, PASSPHRASE).to_text()

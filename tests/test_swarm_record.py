@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capabilities.backbone import BackboneSet, Enactment, Stored
@@ -131,7 +131,7 @@ def test_a_vote_file_that_was_lost_gets_another_name(tmp_path: Path, founder: Fo
 # news
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_news_in_any_order_and_any_number_lead_to_one_record(founder: Founder, data: st.DataObject) -> None:
     record, key = founder.record, founder.key
@@ -239,7 +239,6 @@ def test_false_news_are_a_peers_mistake_and_change_nothing(founder: Founder) -> 
         assert founder.record is record, "all or nothing"
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(max_size=300), kind=st.sampled_from([b"b", b"r", b"k"]))
 def test_junk_is_no_news(founder: Founder, data: bytes, kind: bytes) -> None:
     with pytest.raises(PeerMistake):
@@ -347,7 +346,6 @@ def test_leaving_forgets_the_swarm_but_not_the_votes(founder: Founder) -> None:
     assert sorted(path.name for path in founder.store.files.data.iterdir()) == ["votes"]
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damage_is_reported_and_nothing_replaced(founder: Founder, data: st.DataObject) -> None:
     path = founder.store.files.record

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capabilities.backbone import BackboneSet
@@ -52,7 +52,7 @@ def record(founder: Founder) -> SwarmRecord:
 NUMBERS = st.tuples(st.sampled_from(SUBJECTS), st.integers(1, 3), st.integers(1, 3))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(NUMBERS, max_size=12))
 def test_in_any_order_the_newest_of_each_peer_stands(
     founder: Founder, record: SwarmRecord, numbers: list[tuple[str, int, int]]
