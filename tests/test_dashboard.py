@@ -127,6 +127,16 @@ def test_a_phones_width_is_enough(browser: Any, swarm: LocalSwarm, scheme: str) 
     phone.close()
 
 
+@pytest.mark.parametrize("width", [660, 1056, 1280])
+def test_a_screen_shows_all_of_the_peers_without_scrolling_to_the_side(page: Page, width: int) -> None:
+    page.page.set_viewport_size({"width": width, "height": 900})
+    page.wait("#peers tbody tr:nth-child(3)")
+    assert page.page.locator("#peers").evaluate("""table => {
+        table.querySelector("td:nth-child(3)").textContent = "leader, backbone, worker";
+        return table.scrollWidth <= table.parentElement.clientWidth;
+    }""")
+
+
 def test_everything_that_can_be_used_has_a_name(page: Page) -> None:
     page.wait("#verdict.ready")
     for role in ("button", "textbox", "region", "application", "log"):
