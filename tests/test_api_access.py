@@ -67,6 +67,16 @@ async def test_a_browser_learns_which_origins_may_ask() -> None:
             assert ("access-control-allow-private-network" in response.headers) == (status == 204)
         response = await client.post(CHAT, json=HELLO, headers={"origin": "https://page.example"})
         assert response.headers["access-control-allow-origin"] == "https://page.example"
+        assert "x-request-id" in response.headers["access-control-expose-headers"]
+
+
+async def test_a_page_that_may_ask_can_read_why_it_is_refused() -> None:
+    config = {"origins": ("https://page.example",), "keys": ("sk-0123456789abcdef",)}
+    async with serving_http(answer, **config) as served, served.client() as client:
+        response = await client.post(CHAT, json=HELLO, headers={"origin": "https://page.example"})
+    assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert response.headers["access-control-allow-origin"] == "https://page.example"
+    assert response.headers["www-authenticate"] == "Bearer"
 
 
 async def test_an_address_that_others_reach_goes_by_keys_and_not_by_names() -> None:

@@ -27,6 +27,8 @@ _FORM_TYPES: Final = ("application/x-www-form-urlencoded", "multipart/form-data"
 _SAFE_FETCHES: Final = ("same-origin", "none")
 _METHODS: Final = "GET, POST, OPTIONS"
 _PREFLIGHT_SECONDS: Final = 600
+_SEEN_BY_PAGES: Final = b"retry-after, x-request-id"
+"""Headers that OpenAI's clients read, and that browsers keep from pages of other origins unless told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,12 @@ class Access:
         granted = self._check_origin(scope, headers)
         if granted.response is not None:
             return granted
-        client = self._check_key(scope, headers)
-        self._check_content(scope, headers)
+        try:
+            client = self._check_key(scope, headers)
+            self._check_content(scope, headers)
+        except Refusal as refusal:  # a page that may ask may also read why not
+            refusal.headers.update((name.decode(), value.decode()) for name, value in granted.headers)
+            raise
         return replace(granted, client=client)
 
     def _check_host(self, headers: Headers) -> None:
@@ -79,7 +85,11 @@ class Access:
         if origin not in self._origins:
             message = "a page of another origin asks. If that is meant, put its origin into api.origins"
             raise Refusal(403, message, "wrong_origin")
-        allow = [(b"access-control-allow-origin", origin.encode()), (b"vary", b"origin")]
+        allow = [
+            (b"access-control-allow-origin", origin.encode()),
+            (b"access-control-expose-headers", _SEEN_BY_PAGES),
+            (b"vary", b"origin"),
+        ]
         if scope["method"] != "OPTIONS":
             return Granted(headers=allow)
         wanted = headers.get("access-control-request-headers", "authorization, content-type")
