@@ -493,6 +493,12 @@ def test_examples_in_help_texts_can_be_typed() -> None:
     assert seen > 30
 
 
+def test_help_texts_fit_80_columns() -> None:
+    for name, command in leaves(ctl.swarmctl):
+        text = command.get_help(click.Context(command, info_name=f"swarmctl{name}", terminal_width=80))
+        assert [line for line in text.splitlines() if len(line) > 80] == []
+
+
 def leaves(group: click.Group, name: str = "") -> Iterator[tuple[str, click.Command]]:
     for word, command in group.commands.items():
         if isinstance(command, click.Group):

@@ -47,7 +47,7 @@ def verify(
     Examples:
       swarmctl verify
       swarmctl verify req-6c1f0d9f2a7b3e84
-      swarmctl verify --prompt "Why is the sky blue?" --temperature 0 --model model.gguf
+      swarmctl verify --prompt "Why is the sky blue?" --model model.gguf
     """
     given = {name: value for name, value in sampling.items() if value not in (None, ())}
     if prompt is None and given:
