@@ -52,6 +52,7 @@ def test_the_list_shows_names_whole(capsys: pytest.CaptureFixture[str]) -> None:
     print_requests({"keep": 100, "requests": requests})
     shown = capsys.readouterr().out
     assert all(request["request_id"] in shown.split() for request in requests)
+    assert all(line == line.rstrip() for line in shown.splitlines()), "what fills a table's lines up is not for a pipe"
 
 
 def test_forgetting(tmp_path: Path) -> None:

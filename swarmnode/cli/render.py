@@ -6,9 +6,10 @@ shows as a dash, and no text reaches the terminal before it is made printable.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -269,10 +270,24 @@ def _list(value: Json) -> list[Json]:
     return value if isinstance(value, list) else []
 
 
-def console() -> Console:
-    """Standard output: its own width and, unless NO_COLOR is set, colours on a terminal; COLUMNS and none elsewhere."""
-    live = sys.stdout.isatty()
-    return Console(file=sys.stdout, width=None if live else COLUMNS, force_terminal=live, highlight=False, markup=False)
+def console(columns: int = COLUMNS) -> Console:
+    """Standard output: on a terminal in its width, and colours unless NO_COLOR is set; else `columns`, plain."""
+    if sys.stdout.isatty():
+        return Console(file=sys.stdout, force_terminal=True, highlight=False, markup=False)
+    file: Any = _Trimmed(sys.stdout)
+    return Console(file=file, width=columns, force_terminal=False, highlight=False, markup=False)
+
+
+class _Trimmed:
+    """A text stream without the spaces that fill a table's lines up: in a pipe or a file they are in the way."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self.encoding = file.encoding
+        self.flush = file.flush
+
+    def write(self, text: str) -> int:
+        return self._file.write(re.sub(r" +(?=\n)", "", text))
 
 
 def _fields_table() -> Table:

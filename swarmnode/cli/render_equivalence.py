@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
-from rich.console import Console
 from rich.table import Table
 
+from swarmnode.cli.render import console as open_console
 from swarmnode.equivalence.page import pair_words
 from swarmnode.printable import printable_line
 
@@ -31,7 +30,7 @@ def share_line(share: Mapping[str, Any]) -> str:
 
 def print_equivalence(result: Mapping[str, Any]) -> None:
     """What `swarmctl equivalence` found."""
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else COLUMNS, highlight=False, markup=False)
+    console = open_console(COLUMNS)
     console.print(printable_line(f"A = {result['a']}, B = {result['b']}, model {result['model'] or '-'}"))
     for side, share in result["experts"].items():
         if share is not None:
@@ -53,7 +52,7 @@ def print_equivalence(result: Mapping[str, Any]) -> None:
 
 def print_matrix(result: Mapping[str, Any]) -> None:
     """What `swarmctl equivalence --all` found: a table of pairs, and then why any of them failed."""
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else COLUMNS, highlight=False, markup=False)
+    console = open_console(COLUMNS)
     names = {peer["peer_id"]: printable_line(peer["name"]) for peer in result["peers"]}
     cells = {frozenset((pair["a"], pair["b"])): pair_words(pair) for pair in result["pairs"]}
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
