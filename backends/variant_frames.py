@@ -19,8 +19,37 @@ MAGIC: Final = b"KRN1"
 HEADER_BYTES_MAX: Final = 1 << 20  # a layer's description with a program of 64 KiB and 4096 expert ids takes 0.1 MiB
 BODY_BYTES_MAX: Final = 1 << 31  # 4096 rows of 131072 values in F32
 _HEAD: Final = struct.Struct("<4sII")
+HEAD_BYTES: Final = _HEAD.size
 
 Header = dict[str, Any]
+
+
+def pack_head(header: Header, *bodies: memoryview | bytes) -> bytes:
+    """The begin of a frame, up to its body, which is `bodies` one after the other."""
+    packed = msgpack.packb(header)
+    size = sum(len(body) for body in bodies)
+    if len(packed) > HEADER_BYTES_MAX or size > BODY_BYTES_MAX:
+        raise ValueError(f"a frame of {len(packed)} and {size} bytes")
+    head: bytes = _HEAD.pack(MAGIC, len(packed), size) + packed
+    return head
+
+
+def frame_sizes(head: bytes | bytearray, body_bytes_max: int = BODY_BYTES_MAX) -> tuple[int, int]:
+    """Bytes of the header and of the body that follow the first HEAD_BYTES of a frame."""
+    magic, header_bytes, body_bytes = _HEAD.unpack(head)
+    if magic != MAGIC or header_bytes > HEADER_BYTES_MAX or body_bytes > body_bytes_max:
+        raise ValueError(f"no frame: it begins with {bytes(magic)!r}, {header_bytes} and {body_bytes}")
+    return header_bytes, body_bytes
+
+
+def unpack_header(data: bytes | bytearray) -> Header:
+    try:
+        header = msgpack.unpackb(data, use_list=True)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ValueError(f"a header that is no msgpack: {error}") from None
+    if not isinstance(header, dict):
+        raise ValueError("a header that is no map")
+    return header
 
 
 class Frames:
@@ -31,12 +60,9 @@ class Frames:
 
     def send(self, header: Header, *bodies: memoryview | bytes, seconds: float | None = None) -> None:
         """Send one frame whose body is `bodies` one after the other. None waits for ever."""
-        packed = msgpack.packb(header)
-        size = sum(len(body) for body in bodies)
-        if len(packed) > HEADER_BYTES_MAX or size > BODY_BYTES_MAX:
-            raise ValueError(f"a frame of {len(packed)} and {size} bytes")
+        head = pack_head(header, *bodies)
         ends_at = None if seconds is None else time.monotonic() + seconds
-        for part in (_HEAD.pack(MAGIC, len(packed), size) + packed, *bodies):
+        for part in (head, *bodies):
             if len(part):
                 self._end.settimeout(_left(ends_at))
                 self._end.sendall(part)
@@ -46,15 +72,8 @@ class Frames:
     ) -> tuple[Header, bytearray]:
         """The next frame: its header and its body."""
         ends_at = None if seconds is None else time.monotonic() + seconds
-        magic, header_bytes, body_bytes = _HEAD.unpack(self._exactly(_HEAD.size, ends_at))
-        if magic != MAGIC or header_bytes > HEADER_BYTES_MAX or body_bytes > body_bytes_max:
-            raise ValueError(f"no frame: it begins with {bytes(magic)!r}, {header_bytes} and {body_bytes}")
-        try:
-            header = msgpack.unpackb(self._exactly(header_bytes, ends_at), use_list=True)
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise ValueError(f"a header that is no msgpack: {error}") from None
-        if not isinstance(header, dict):
-            raise ValueError("a header that is no map")
+        header_bytes, body_bytes = frame_sizes(self._exactly(HEAD_BYTES, ends_at), body_bytes_max)
+        header = unpack_header(self._exactly(header_bytes, ends_at))
         return header, self._exactly(body_bytes, ends_at)
 
     def _exactly(self, count: int, ends_at: float | None) -> bytearray:

@@ -54,12 +54,14 @@ class OpenModel:
     """A model that is served: its manifest, where its trunk is, and its experts' bytes.
 
     `gguf` is its own file; None: it came from the swarm, and `served.source` has the experts that are in the cache.
+    lies_at: that file, or the cache's folder.
     """
 
     manifest: Manifest
     trunk: Path
     gguf: GGUFFile | None
     served: ServedModel
+    lies_at: Path
 
     def close(self) -> None:
         if self.gguf is not None:
@@ -165,12 +167,13 @@ class Models:
             if self._cache is None:
                 raise ModelNotFound(f"the model {name} came from the swarm, and this node keeps no experts of it")
             cached = CachedExperts(self._cache, manifest)
-            return OpenModel(manifest, trunk, None, ServedModel(manifest, manifest.to_bytes(), cached, trunk))
+            served = ServedModel(manifest, manifest.to_bytes(), cached, trunk)
+            return OpenModel(manifest, trunk, None, served, self._cache.root)
         files = self._files(name)
         self._check_source(name, files)
         gguf = GGUFFile.open(Path(files[0]["path"]))
         served = ServedModel(manifest, manifest.to_bytes(), GGUFExpertSource(gguf, manifest), trunk)
-        return OpenModel(manifest, trunk, gguf, served)
+        return OpenModel(manifest, trunk, gguf, served, gguf.paths[0])
 
     # -- models from the swarm ----------------------------------------------------------------------------------
 

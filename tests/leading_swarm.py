@@ -16,12 +16,14 @@ from backends.device import Device
 from backends.experts import ExpertBackend, GgmlExperts
 from scheduler.sampling import SamplingParams
 from swarmnode.config import Config, parse_config
+from swarmnode.leader.judge import Judge
+from swarmnode.leader.probe import Obtain
 from swarmnode.leader.protocols import LeaderProtocols
 from swarmnode.leader.service import Leader
 from swarmnode.leader.trunk import Trunks
 from swarmnode.leadership import NamedLeader
 from swarmnode.model_choice import ModelChoice
-from swarmnode.models import Models
+from swarmnode.models import Models, OpenModel
 from swarmnode.net.memory import MemoryHub, MemoryNetwork, open_memory_hub
 from swarmnode.pinger import serve_pings
 from swarmnode.prompt_messages import Ask, Done, Failed, Reply, Token
@@ -92,6 +94,11 @@ class Hand:
         self.swarm.nursery.start_soon(self.run)
 
 
+def judge_in_thread(opened: OpenModel, obtain: Obtain) -> Judge:
+    """No process for each of hundreds of leaders (tests/test_judge_process.py has them)."""
+    return Judge(opened.manifest, opened.served.source, partial(Device, threads=1), obtain)
+
+
 @dataclass
 class LeadingSwarm:
     hub: MemoryHub
@@ -130,6 +137,7 @@ class LeadingSwarm:
 
     def make_leader(self, term: int, **more: Any) -> Leader:
         choose = partial(ModelChoice(self.folder / "model", "").open, Models(self.folder / "models"))
+        more.setdefault("make_judge", judge_in_thread)
         self.leader = Leader(self.protocols, self.trunks, choose, self.config, 1, term, **more)
         return self.leader
 

@@ -22,10 +22,10 @@ from scheduler.combine import weighted_sums
 from scheduler.placement_record import PlacementRecord
 from swarmnode import limits
 from swarmnode.expert_messages import DispatchHead, HeldLayer, decode_dispatch
-from swarmnode.leader.judge import Judged, Sample
 from swarmnode.leader.members import Member, Members
 from swarmnode.leader.placer import Placer, PlacerSettings
 from swarmnode.leader.probe import Crafted
+from swarmnode.leader.recomputing import Judged, Sample
 from swarmnode.leader.remote_experts import RemoteExperts
 from swarmnode.member_messages import PROTOCOL as MEMBER
 from swarmnode.net.interface import PeerId
@@ -91,6 +91,9 @@ class Judge:
     @asynccontextmanager
     async def at_work(self) -> AsyncIterator[Callable[[Sample], Awaitable[Judged]]]:
         yield self._judge
+
+    async def rest(self) -> None:
+        pass
 
     async def _judge(self, sample: Sample) -> Judged:
         x = np.asarray(sample.x, np.float32)

@@ -11,7 +11,7 @@ from scheduler.audits import AUDIT_ROWS_MAX, Audits
 from scheduler.combine import weighted_sums
 from scheduler.dispatch import PeerRows
 from swarmnode.leader.audit_tap import WAITING_OF_A_PEER_MAX, AuditTap
-from swarmnode.leader.judge import Sample
+from swarmnode.leader.recomputing import Sample
 from tests.memory_swarm import MODEL, rows_of
 
 LAYER = MODEL.manifest.layers[0]

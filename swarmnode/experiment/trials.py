@@ -22,7 +22,7 @@ from scheduler.audits import BURST_ROWS, Audits, Change, Chosen, Found, PeerAudi
 from swarmnode.experiment.dispatches import PEER, Dispatch, Dispatches
 from swarmnode.leader.audit_tap import AuditTap
 from swarmnode.leader.auditing import found_of
-from swarmnode.leader.judge import Judged, Sample
+from swarmnode.leader.recomputing import Judged, Sample
 
 JudgeOne = Callable[[Sample], Awaitable[Judged]]
 Standing = Literal["new", "trusted"]

@@ -19,8 +19,7 @@ from backends.experts import F32
 from backends.manifest import LayerExperts
 from scheduler.audits import Audits, Chosen
 from scheduler.dispatch import PeerRows
-from swarmnode.leader.judge import Sample
-from swarmnode.net.interface import PeerId
+from swarmnode.leader.recomputing import Sample
 
 WAITING_MAX: Final = 128
 WAITING_OF_A_PEER_MAX: Final = 24  # so that one that is new does not crowd out the others
@@ -132,7 +131,7 @@ def _sample(
     """Some of an answer's rows, or of its tokens' sums: as many as were chosen, at least one."""
     if chosen.rows >= len(part.experts):  # what decoding asks for: no time must be lost here
         return Sample(
-            PeerId(chosen.peer), layer, x[part.rows], part.tokens, part.experts, weights, answer.copy(), rounded,
+            chosen.peer, layer, x[part.rows], part.tokens, part.experts, weights, answer.copy(), rounded,
             ask_f32, whole=True,
         )  # fmt: skip
     random = np.random.default_rng(chosen.seed)
@@ -150,7 +149,7 @@ def _sample(
         kept = answer[tokens]
     sent, which = np.unique(part.tokens[rows], return_inverse=True)
     return Sample(
-        PeerId(chosen.peer),
+        chosen.peer,
         layer,
         x[part.rows[sent]].copy(),
         which.astype(np.int32),

@@ -28,8 +28,8 @@ from capabilities.verdict import Evidence, EvidenceKind, VerdictBoard
 from scheduler.audits import Audits, Change, Chosen, Found, PeerAudits
 from scheduler.rates import TokenBucket
 from swarmnode.leader.audit_tap import AuditTap
-from swarmnode.leader.judge import Judged, Sample
 from swarmnode.leader.members import Member, Members
+from swarmnode.leader.recomputing import Judged, Sample
 from swarmnode.leader.repeating import Repeat, Repeating, rows_again
 from swarmnode.net.interface import PeerId
 
@@ -59,8 +59,9 @@ class OutOfTolerance(SwarmError):
     )
 
 
-_SHARE_OF_TIME: Final = 0.015  # of one core while answers are under way
-_BURST_S: Final = 2.0  # so that newcomers are judged at once: some tens of answers of a large model
+_SHARE_OF_TIME: Final = 0.1  # of one core while answers are under way
+_BURST_S: Final = 1.0  # so that newcomers are judged at once: some hundreds of answers
+_IDLE_S: Final = 60.0  # without an answer to judge, until what judging takes is freed
 _GATHER_S: Final = 0.05  # until what waits is looked at again: each look interrupts the decode thread
 _LOOK_S: Final = 0.25  # how soon the end of the last request is noticed; each look interrupts the decode thread
 
@@ -86,10 +87,13 @@ class Owner(Protocol):
 
 
 class Judging(Protocol):
-    """Who recomputes answers: judge.Judge."""
+    """Who recomputes answers: judge_process.JudgeProcess, or judge.Judge."""
 
     def at_work(self) -> AbstractAsyncContextManager[Callable[[Sample], Awaitable[Judged]]]:
         """Within the context: what judges an answer. That raises SwarmError if it cannot."""
+
+    async def rest(self) -> None:
+        """Nothing is to be judged for a while."""
 
 
 class Auditing:
@@ -120,19 +124,25 @@ class Auditing:
             try:
                 while True:
                     while (waiting := self.tap.take()) is not None:
-                        began = trio.current_time()
-                        await self._have_judged(judge_one, *waiting)
-                        await self._rest(trio.current_time() - began)
+                        await self._rest(await self._have_judged(judge_one, *waiting))
                     await trio.sleep(_GATHER_S)
                     self._something = trio.Event()
                     if self.tap.sleep():
-                        await self._something.wait()
+                        await self._wait()
             finally:
                 self.tap.open, self._ended = False, True
 
+    async def _wait(self) -> None:
+        """Until something waits to be judged."""
+        with trio.move_on_after(_IDLE_S) as idle:
+            await self._something.wait()
+        if idle.cancelled_caught:
+            await self._judge.rest()
+            await self._something.wait()
+
     async def _rest(self, worked_s: float) -> None:
-        """The judge reads experts from the disk, which costs far more than their rows: while somebody waits for tokens
-        it keeps to its share. What waits meanwhile is judged when nobody does, as far as there is room to wait."""
+        """The judge reads experts anew, which costs more than their rows: while somebody waits for tokens it keeps to
+        its share of time. What waits meanwhile is judged when nobody does, as far as there is room to wait."""
         if self._owner.idle:
             return
         rested_at = trio.current_time() + self._time.owe(trio.current_time(), worked_s)
@@ -141,15 +151,17 @@ class Auditing:
 
     async def _have_judged(
         self, judge_one: Callable[[Sample], Awaitable[Judged]], chosen: Chosen, sample: Sample
-    ) -> None:
+    ) -> float:
+        """Seconds of a processor that it took."""
         try:
             judged = await judge_one(sample)
         except SwarmError as error:  # the expert cannot be had, or there is no memory
             _log.info("audit.not_made", peer=chosen.peer, layer=sample.layer.layer, reason=error.message)
             with self.tap.lock:
                 self.tap.audits.dropped(chosen)
-        else:
-            self._judged(chosen, sample, judged)
+            return 0.0
+        self._judged(chosen, sample, judged)
+        return judged.cpu_s
 
     def _waits(self) -> None:
         """On the decode thread: something does."""

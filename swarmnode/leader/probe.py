@@ -33,13 +33,13 @@ from scheduler.combine import weighted_sums
 from scheduler.dispatch import deadline_s
 from swarmnode.expert_messages import Activations, dispatch_rows_max
 from swarmnode.leader.link import Answer, PeerLink
+from swarmnode.leader.recomputing import HALVES
 from swarmnode.local_experts import load_layer
 from swarmnode.net.interface import PeerId
 
 REMEMBERED_BYTES_MAX: Final = 64 << 20  # expected rows kept for workers that come back
 BATCH_BYTES_MAX: Final = 64 << 20  # experts that are fetched and loaded at a time; a single one may be larger
 _SEED: Final = 20_231
-HALVES: Final = frozenset({1, 30})  # F16, BF16: this node's own kernels may add their products in half precision
 
 
 class SomethingElse(ExpertsUnavailable):

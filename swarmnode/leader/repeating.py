@@ -21,9 +21,10 @@ from capabilities.errors import SwarmError
 from capabilities.verdict import Evidence
 from scheduler.audits import Chosen, Found
 from swarmnode.leader.coverage import Coverage
-from swarmnode.leader.judge import Judged, Sample
 from swarmnode.leader.members import Members
 from swarmnode.leader.probe import ask_rows
+from swarmnode.leader.recomputing import Judged, Sample
+from swarmnode.net.interface import PeerId
 
 _log = structlog.get_logger(__name__)
 
@@ -107,7 +108,10 @@ class Repeating:
     async def _answer(self, sample: Sample) -> F32 | None:
         """None: it does not serve these experts now. Raises SwarmError if it does not answer."""
         async with self._asking:
-            member, placement = self._members.by_peer.get(sample.peer), self._coverage.answering.get(str(sample.peer))
+            member, placement = (
+                self._members.by_peer.get(PeerId(sample.peer)),
+                self._coverage.answering.get(str(sample.peer)),
+            )
             if member is None or member.link is None or placement is None:
                 return None
             held = placement.held_by(str(sample.peer)).get(sample.layer.layer, ())

@@ -27,8 +27,9 @@ from scheduler.placement_record import PlacementRecord
 from swarmnode.asker import only
 from swarmnode.config import Config
 from swarmnode.leader.active_model import ActiveModel
+from swarmnode.leader.auditing import Judging
 from swarmnode.leader.engine import DecodeEngine
-from swarmnode.leader.judge import Judge
+from swarmnode.leader.judge_process import JudgeProcess
 from swarmnode.leader.members import Member, Members, VerifyMember
 from swarmnode.leader.own_experts import OwnExperts
 from swarmnode.leader.placer import Placer, PlacerSettings
@@ -58,6 +59,10 @@ def _keep_nothing(_record: bytes) -> None:
     pass
 
 
+def _judge_apart(opened: OpenModel, obtain: Obtain) -> Judging:
+    return JudgeProcess(opened.manifest, opened.lies_at, obtain)
+
+
 class Leader:
     """Run `run` in a nursery, once. `reason` says why no model is active yet."""
 
@@ -77,6 +82,7 @@ class Leader:
         on_record: Callable[[bytes], None] = _keep_nothing,
         verify_member: VerifyMember | None = None,
         board: VerdictBoard | None = None,
+        make_judge: Callable[[OpenModel, Obtain], Judging] = _judge_apart,
     ) -> None:
         """term: which leadership this is; it fences what is dispatched.
 
@@ -89,6 +95,7 @@ class Leader:
         inherited: the newest record that a predecessor left. on_record: gets this leader's own, whenever it changes.
         verify_member: who may be a worker (members.Members); None: everybody.
         board: what was held of peers before, and where this leader writes what it finds; None: one of its own.
+        make_judge: who recomputes answers of live work.
         """
         network = protocols.network
         self.term = term
@@ -100,6 +107,7 @@ class Leader:
         self._trunks = trunks
         self._choose = choose
         self._borrow = borrow
+        self._make_judge = make_judge
         self._backbone = backbone
         self._last_epoch = 0
         self._on_covers = on_covers
@@ -258,7 +266,7 @@ class Leader:
         engine = DecodeEngine(model, remote, self._batcher(model))
         obtain = at_hand if opened.gguf is not None or self._borrow is None else self._borrow(manifest)
         reference = ProbeReference(manifest, opened.served.source, Device(threads=self._threads), obtain)
-        judge = Judge(manifest, opened.served.source, partial(Device, threads=1), obtain)
+        judge = self._make_judge(opened, obtain)
         placer = Placer(
             self._network,
             self.members,

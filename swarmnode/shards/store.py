@@ -27,6 +27,7 @@ from typing import Final
 
 from backends.manifest import LayerExperts, Manifest
 from capabilities.errors import ExpertsUnavailable, SwarmError
+from swarmnode.shards.files import shard_path
 from swarmnode.shards.pace import Pace
 
 _PART: Final = ".part"
@@ -215,8 +216,7 @@ class ShardCache:
     # --- Private ------------------------------------------------------------------------------------------------------
 
     def _path(self, digest: bytes) -> Path:
-        name = digest.hex()
-        return self.root / name[:2] / name
+        return shard_path(self.root, digest)
 
     def _scan(self) -> Iterator[tuple[int, bytes, int, bool]]:
         """(last use, digest, bytes, complete) of every file that looks like ours; others are left alone."""
