@@ -10,7 +10,7 @@ import pytest
 from scheduler.audits import AUDIT_ROWS_MAX, Audits
 from scheduler.combine import weighted_sums
 from scheduler.dispatch import PeerRows
-from swarmnode.leader.audit_tap import WAITING_OF_A_PEER_MAX, AuditTap
+from swarmnode.leader.audit_tap import SHOWN_BYTES_MAX, WAITING_OF_A_PEER_MAX, AuditTap
 from swarmnode.leader.recomputing import Sample
 from tests.memory_swarm import MODEL, rows_of
 
@@ -60,6 +60,7 @@ def test_what_finds_no_room_is_dropped_and_counted(tap: AuditTap) -> None:
     for _ in range(WAITING_OF_A_PEER_MAX + 5):
         made(tap, tokens=2)
     made(tap, "b", tokens=2)
+    tap.look()
     assert tap.audits.counts("a").dropped == 5
     assert tap.audits.counts("b").dropped == 0  # another peer's are not crowded out
     assert len(list(taken(tap))) == WAITING_OF_A_PEER_MAX + 1
@@ -72,6 +73,8 @@ def test_who_judges_is_woken_once_after_falling_asleep() -> None:
     tap = AuditTap(Audits(bytes(32)), lambda: calls.append(1))
     tap.open = True
     made(tap)
+    assert not tap.sleep()  # something was shown
+    tap.look()
     assert not tap.sleep()  # something waits
     assert len(list(taken(tap))) == 1
     assert tap.sleep()
@@ -81,15 +84,11 @@ def test_who_judges_is_woken_once_after_falling_asleep() -> None:
     assert calls == [1]
 
 
-def test_what_is_kept_does_not_change_with_what_it_was_made_of(tap: AuditTap) -> None:
-    x, answer = np.ones((1, LAYER.n_in), np.float32), np.ones((2, LAYER.n_out), np.float32)
-    of_token, experts = np.zeros(2, np.int32), np.arange(2, dtype=np.int32)
-    part = PeerRows("a", np.zeros(1, np.int32), of_token, experts, np.arange(2))
-    tap.answered("a", LAYER, x, part, None, answer, rounded=False, ask_f32=True)
-    x[:], answer[:] = 2, 2
-    (sample,) = taken(tap)
-    assert sample.whole
-    assert (sample.x.max(), sample.answer.max()) == (1, 1)
+def test_what_is_shown_and_not_looked_at_is_bounded(tap: AuditTap) -> None:
+    for _ in range(2 * SHOWN_BYTES_MAX // (8 * TOKENS * LAYER.n_in) + 1):
+        made(tap)
+        assert tap._shown_bytes < SHOWN_BYTES_MAX
+    assert tap.audits.number("a") > 0
 
 
 def test_nothing_is_chosen_before_anybody_looks(tap: AuditTap) -> None:

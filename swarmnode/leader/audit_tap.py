@@ -1,9 +1,10 @@
 """Where audits meet live work: the decode thread shows each answer here, and goes on.
 
-It costs the token a hash, and where the answer is chosen and there is room for it, a copy of its rows. What waits for
-the judge is bounded: what finds no room is dropped, and counted. Whoever judges is woken once, and then comes to look:
-waking another thread for every answer costs a token more than all the rest of it. Which request used which peer when is
-remembered, too, for the day when a peer turns out to have cheated.
+It keeps what it is shown until the step has ended, or the judge comes to look, and draws then which answers are chosen:
+one after the other that costs a token little, and in the middle of a layer much more. What waits for the judge is
+bounded: what finds no room is dropped, and counted. Whoever judges is woken once, and then comes to look: waking
+another thread for every answer costs more than all the rest. Which request used which peer when is remembered, too, for
+the day when a peer turns out to have cheated.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backends.experts import F32
 from backends.manifest import LayerExperts
@@ -21,16 +24,31 @@ from scheduler.audits import Audits, Chosen
 from scheduler.dispatch import PeerRows
 from swarmnode.leader.recomputing import Sample
 
+SHOWN_BYTES_MAX: Final = 4 << 20  # a decode step of a large model takes a few MB, a layer of a prefill far more
 WAITING_MAX: Final = 128
 WAITING_OF_A_PEER_MAX: Final = 24  # so that one that is new does not crowd out the others
 WAITING_BYTES_MAX: Final = 32 << 20
 REQUESTS_REMEMBERED_MAX: Final = 4096  # far above the requests that can be under way
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shown:
+    """An answer as `answered` gets it."""
+
+    peer: str
+    layer: LayerExperts
+    x: F32
+    part: PeerRows
+    weights: F32 | None
+    answer: F32
+    rounded: bool
+    ask_f32: bool
+
+
 class AuditTap:
     """`audits` may be touched by whoever holds `lock`: the decode thread, in here, and the event loop.
 
-    wake: called on the decode thread when something waits after `sleep`. Until the tap is open nothing is chosen:
+    wake: called on the decode thread when something was shown after `sleep`. Until the tap is open nothing is chosen:
     nobody would look at it.
     """
 
@@ -40,6 +58,8 @@ class AuditTap:
         self.open = False
         self._wake = wake
         self._asleep = False
+        self._shown: deque[_Shown] = deque()
+        self._shown_bytes = 0
         self._waiting: deque[tuple[Chosen, Sample]] = deque()
         self._of_a_peer: Counter[str] = Counter()
         self._bytes = 0
@@ -65,24 +85,14 @@ class AuditTap:
         rounded: bool,
         ask_f32: bool,
     ) -> None:
-        """A peer's answer to `part` of activations x [T, n_in], of which it got the rows part.rows."""
-        with self.lock:
-            chosen = self.audits.answered(peer, len(part.experts)) if self.open else None
-            self._used[peer] = self.audits.number(peer)
-            if chosen is None:
-                return
-            if len(self._waiting) >= WAITING_MAX or self._of_a_peer[peer] >= WAITING_OF_A_PEER_MAX:
-                self.audits.dropped(chosen)
-                return
-            sample = _sample(chosen, layer, x, part, weights, answer, rounded, ask_f32)
-            if self._bytes + sample.nbytes > WAITING_BYTES_MAX:
-                self.audits.dropped(chosen)
-                return
-            self._waiting.append((chosen, sample))
-            self._of_a_peer[peer] += 1
-            self._bytes += sample.nbytes
-            asleep, self._asleep = self._asleep, False
-        if asleep:
+        """A peer's answer to `part` of activations x [T, n_in], of which it got the rows part.rows. Nobody may change
+        the arrays any more."""
+        self._shown.append(_Shown(peer, layer, x, part, weights, answer, rounded, ask_f32))
+        self._shown_bytes += x.nbytes + answer.nbytes
+        if self._shown_bytes >= SHOWN_BYTES_MAX:
+            self.look()
+        if self._asleep:
+            self._asleep = False
             self._wake()
 
     def used_since(self, peer: str, number: int) -> list[str]:
@@ -91,19 +101,50 @@ class AuditTap:
         return [request for request, last in self._last.items() if last.get(peer, 0) > number]
 
     def _note_step(self) -> None:
-        if self._used:
+        with self.lock:
+            self._look()
+            used, self._used = self._used, {}
+        if used:
             for request in self._step:
-                self._last.setdefault(request, {}).update(self._used)
+                self._last.setdefault(request, {}).update(used)
                 self._last.move_to_end(request)
-            self._used = {}
             while len(self._last) > REQUESTS_REMEMBERED_MAX:
                 self._last.popitem(last=False)
+
+    # -- either -------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Choose among the answers that were shown."""
+        with self.lock:
+            self._look()
+
+    def _look(self) -> None:
+        self._shown_bytes = 0
+        while self._shown:
+            shown = self._shown.popleft()
+            chosen = self.audits.answered(shown.peer, len(shown.part.experts)) if self.open else None
+            self._used[shown.peer] = self.audits.number(shown.peer)
+            if chosen is not None and not self._take_in(chosen, shown):
+                self.audits.dropped(chosen)
+
+    def _take_in(self, chosen: Chosen, shown: _Shown) -> bool:
+        """Whether there is room for it."""
+        if len(self._waiting) >= WAITING_MAX or self._of_a_peer[shown.peer] >= WAITING_OF_A_PEER_MAX:
+            return False
+        sample = _sample(chosen, shown)
+        if self._bytes + sample.nbytes > WAITING_BYTES_MAX:
+            return False
+        self._waiting.append((chosen, sample))
+        self._of_a_peer[shown.peer] += 1
+        self._bytes += sample.nbytes
+        return True
 
     # -- event loop ---------------------------------------------------------------------------------------------
 
     def take(self) -> tuple[Chosen, Sample] | None:
         """The answer that waits longest."""
         with self.lock:
+            self._look()
             if not self._waiting:
                 return None
             chosen, sample = self._waiting.popleft()
@@ -112,51 +153,37 @@ class AuditTap:
             return chosen, sample
 
     def sleep(self) -> bool:
-        """Have `wake` called as soon as something waits. False if something does."""
-        with self.lock:
-            self._asleep = not self._waiting
-            return self._asleep
+        """Have `wake` called as soon as something is shown. False if something was, or waits."""
+        self._asleep = True  # first: what is shown from now on wakes
+        if self._shown or self._waiting:
+            self._asleep = False
+        return self._asleep
 
 
-def _sample(
-    chosen: Chosen,
-    layer: LayerExperts,
-    x: F32,
-    part: PeerRows,
-    weights: F32 | None,
-    answer: F32,
-    rounded: bool,
-    ask_f32: bool,
-) -> Sample:
+def _sample(chosen: Chosen, shown: _Shown) -> Sample:
     """Some of an answer's rows, or of its tokens' sums: as many as were chosen, at least one."""
-    if chosen.rows >= len(part.experts):  # what decoding asks for: no time must be lost here
-        return Sample(
-            chosen.peer, layer, x[part.rows], part.tokens, part.experts, weights, answer.copy(), rounded,
-            ask_f32, whole=True,
-        )  # fmt: skip
-    random = np.random.default_rng(chosen.seed)
-    if weights is None:
-        rows = np.arange(len(part.experts))
-        if chosen.rows < len(rows):
-            rows = np.sort(random.choice(len(rows), chosen.rows, replace=False))
-        kept = answer[rows]
+    part, answer, weights = shown.part, shown.answer, shown.weights
+    if chosen.rows >= len(part.experts):
+        sent, tokens, experts, kept = part.rows, part.tokens, part.experts, answer
     else:
-        counts = np.bincount(part.tokens, minlength=len(answer))
-        order = random.permutation(len(answer))
-        most = max(1, int(np.searchsorted(np.cumsum(counts[order]), chosen.rows, side="right")))
-        tokens = np.sort(order[:most])
-        rows = np.flatnonzero(np.isin(part.tokens, tokens))
-        kept = answer[tokens]
-    sent, which = np.unique(part.tokens[rows], return_inverse=True)
+        rows, of_answer = _some(chosen, shown)
+        which, inverse = np.unique(part.tokens[rows], return_inverse=True)
+        sent, tokens, experts, kept = part.rows[which], inverse.astype(np.int32), part.experts[rows], answer[of_answer]
+        weights = None if weights is None else weights[rows]
+    whole = len(kept) == len(answer)
     return Sample(
-        chosen.peer,
-        layer,
-        x[part.rows[sent]].copy(),
-        which.astype(np.int32),
-        part.experts[rows],
-        None if weights is None else weights[rows],
-        kept.copy(),
-        rounded,
-        ask_f32,
-        whole=len(kept) == len(answer),
+        shown.peer, shown.layer, shown.x[sent], tokens, experts, weights, kept, shown.rounded, shown.ask_f32, whole
     )
+
+
+def _some(chosen: Chosen, shown: _Shown) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Which of the rows that were asked, and which of those that were answered."""
+    part, random = shown.part, np.random.default_rng(chosen.seed)
+    if shown.weights is None:
+        rows = np.sort(random.choice(len(part.experts), chosen.rows, replace=False))
+        return rows, rows
+    counts = np.bincount(part.tokens, minlength=len(shown.answer))
+    order = random.permutation(len(shown.answer))
+    most = max(1, int(np.searchsorted(np.cumsum(counts[order]), chosen.rows, side="right")))
+    tokens = np.sort(order[:most])
+    return np.flatnonzero(np.isin(part.tokens, tokens)), tokens

@@ -164,7 +164,7 @@ class Auditing:
         return judged.cpu_s
 
     def _waits(self) -> None:
-        """On the decode thread: something does."""
+        """On the decode thread: something was shown."""
         self._token.run_sync_soon(self._something.set)
 
     # -- events -------------------------------------------------------------------------------------------------
@@ -214,6 +214,7 @@ class Auditing:
 
     def statistics(self, peer: str) -> dict[str, Any]:
         """Counters of a peer, for `status`."""
+        self.tap.look()
         with self.tap.lock:
             audits = self.tap.audits
             held, counts, share = audits.held(peer), audits.counts(peer), audits.share(peer)
@@ -230,6 +231,7 @@ class Auditing:
 
     def totals(self) -> dict[str, Any]:
         """Of all peers together, since this leader began."""
+        self.tap.look()
         with self.tap.lock:
             counts, overhead = self.tap.audits.totals(), self.tap.audits.overhead
         return {**asdict(counts), "overhead": overhead}

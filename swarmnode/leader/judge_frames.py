@@ -9,56 +9,65 @@ Any may be answered by an error instead. Both ends are one program on one machin
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backends.manifest import Manifest
 from backends.variant_frames import Header
 from capabilities.row_grades import Graded
 from swarmnode.leader.recomputing import Judged, Sample
 
-_OF_SAMPLE = ("x", "tokens", "experts", "weights", "answer")
+_Arrays = Mapping[str, NDArray[Any] | None]
+_OF_SAMPLE: Final = ("x", "tokens", "experts", "weights", "answer")
+_OF_GRADED: Final = tuple(field.name for field in fields(Graded))
 
 
 def sample_frame(sample: Sample) -> tuple[Header, list[bytes]]:
     """An answer of a peer."""
-    arrays = [(name, getattr(sample, name)) for name in _OF_SAMPLE]
-    header = {
-        "op": "judge",
-        "peer": sample.peer,
-        "layer": sample.layer.layer,
-        "shapes": {name: list(array.shape) for name, array in arrays if array is not None},
-        "rounded": sample.rounded,
-        "ask_f32": sample.ask_f32,
-        "whole": sample.whole,
-    }
-    return header, [np.ascontiguousarray(array).data.cast("B").tobytes() for _, array in arrays if array is not None]
+    arrays, bodies = _packed({name: getattr(sample, name) for name in _OF_SAMPLE})
+    flags = {name: getattr(sample, name) for name in ("rounded", "ask_f32", "whole")}
+    return {"op": "judge", "peer": sample.peer, "layer": sample.layer.layer, "arrays": arrays, **flags}, bodies
 
 
 def sample_of(header: Header, body: bytes | bytearray, manifest: Manifest) -> Sample:
-    arrays: dict[str, Any] = {"weights": None}
-    at = 0
-    for name, shape in header["shapes"].items():
-        count = int(np.prod(shape))
-        kind = np.int32 if name in ("tokens", "experts") else np.float32
-        arrays[name] = np.frombuffer(body, kind, count, at).reshape(shape)
-        at += arrays[name].nbytes
     flags = {name: header[name] for name in ("rounded", "ask_f32", "whole")}
-    return Sample(peer=header["peer"], layer=manifest.experts_of(header["layer"]), **arrays, **flags)
+    layer = manifest.experts_of(header["layer"])
+    return Sample(peer=header["peer"], layer=layer, **_unpacked(header["arrays"], body), **flags)
 
 
 def judged_frame(judged: Judged) -> tuple[Header, list[bytes]]:
-    graded = judged.graded
-    arrays = (graded.grade, graded.distance, graded.ratio, judged.experts)
-    header = {"rows": len(judged.experts), "telling": judged.telling, "cpu_s": judged.cpu_s}
-    return header, [np.ascontiguousarray(array).tobytes() for array in arrays]
+    graded = {name: getattr(judged.graded, name) for name in _OF_GRADED}
+    arrays, bodies = _packed({**graded, "experts": judged.experts})
+    return {"arrays": arrays, "telling": judged.telling, "cpu_s": judged.cpu_s}, bodies
 
 
 def judged_of(header: Header, body: bytes) -> Judged:
-    rows = header["rows"]
-    ends = np.cumsum([0, rows, 8 * rows, 8 * rows])
-    kinds = (np.int8, np.float64, np.float64, np.int32)
-    parts = [np.frombuffer(body, kind, rows, int(at)) for kind, at in zip(kinds, ends, strict=True)]
-    grade, distance, ratio, experts = parts
-    return Judged(Graded(grade, distance, ratio), experts, header["telling"], header["cpu_s"])
+    arrays = _unpacked(header["arrays"], body)
+    experts = arrays.pop("experts")
+    return Judged(Graded(**arrays), experts, header["telling"], header["cpu_s"])
+
+
+def _packed(arrays: _Arrays) -> tuple[list[list[Any]], list[bytes]]:
+    """Name, type and shape of each, and their bytes. None has no type."""
+    described: list[list[Any]] = []
+    bodies = []
+    for name, array in arrays.items():
+        described.append([name, "", []] if array is None else [name, array.dtype.str, list(array.shape)])
+        if array is not None:
+            bodies.append(array.tobytes())
+    return described, bodies
+
+
+def _unpacked(described: list[list[Any]], body: bytes | bytearray) -> dict[str, Any]:
+    arrays: dict[str, Any] = {}
+    at = 0
+    for name, kind, shape in described:
+        array = np.frombuffer(body, kind, math.prod(shape), at).reshape(shape) if kind else None
+        at += 0 if array is None else array.nbytes
+        arrays[name] = array
+    return arrays

@@ -57,14 +57,14 @@ class JudgeProcess:
         try:
             yield self._judge
         finally:
-            with trio.CancelScope(shield=True):
-                await self.rest()
+            await self.rest()
 
     async def rest(self) -> None:
         """End the process, if it runs."""
         running, self._running = self._running, None
         if running is not None:
-            await running.end()
+            with trio.CancelScope(shield=True):  # it dies at once
+                await running.end()
 
     async def _judge(self, sample: Sample) -> Judged:
         """Raises SwarmError: an expert cannot be had here, or the process failed."""
@@ -112,8 +112,7 @@ class JudgeProcess:
         finally:
             if reply is None:
                 self._not_before_s = trio.current_time() + PAUSE_S
-                with trio.CancelScope(shield=True):
-                    await self.rest()
+                await self.rest()
         if reply is None:
             raise KernelFailed(f"the judge's process {why}")
         if "error" in reply:
