@@ -215,4 +215,11 @@ def test_the_reason_stands_once_and_long_lines_keep_their_place(capsys: pytest.C
     shown = capsys.readouterr().out
     assert shown.count("the swarm is not ready") == 1
     at = shown.index("the swarm is not ready")
-    assert all(line.startswith("      ") for line in shown[at:].split("Nothing")[0].splitlines()[1:])
+    lines = shown[at:].split("Nothing")[0].splitlines()[1:]
+    assert all(line.startswith("      ") and len(line) <= 80 for line in lines)
+
+
+def test_a_path_that_is_longer_than_a_line_stays_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    path = f"/home/me/{'long' * 30}.gguf"
+    _print({**diagnose(status(ready=False, reason=f"the file {path} is gone")), "mended": []})
+    assert path in capsys.readouterr().out.split()

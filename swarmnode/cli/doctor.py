@@ -61,10 +61,9 @@ def doctor(settings: Settings, fix: bool, token: str | None) -> int:
 
 
 def _print(result: dict[str, Any]) -> None:
-    from rich.padding import Padding
     from rich.text import Text
 
-    from swarmnode.cli.render import console, plain
+    from swarmnode.cli.render import console, indented, plain
 
     out = console()
     for sentence in result["mended"]:
@@ -77,7 +76,7 @@ def _print(result: dict[str, Any]) -> None:
         out.print(head.append(f" {check['id'].replace('_', ' ')}", style="default"))
         for key in ("cause", "mend"):
             if check[key]:
-                out.print(Padding(plain(check[key]), (0, 0, 0, 6)))
+                out.print(indented(check[key], out.width), soft_wrap=True)
     skipped = [check["id"].replace("_", " ") for check in result["checks"] if check["state"] == "skip"]
     if skipped:
         out.print(Text(f"not looked at: {', '.join(skipped)} (--json says why)", style="dim"))

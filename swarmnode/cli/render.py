@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
@@ -20,6 +21,7 @@ from swarmnode.printable import printable_line
 
 Json = Any
 COLUMNS = 80
+_INDENT = " " * 6
 MISSING_SHOWN = 5
 ENTRIES_SHOWN = 8
 _NUMBERS = frozenset(
@@ -276,6 +278,18 @@ def console(columns: int = COLUMNS) -> Console:
         return Console(file=sys.stdout, force_terminal=True, highlight=False, markup=False)
     file: Any = _Trimmed(sys.stdout)
     return Console(file=file, width=columns, force_terminal=False, highlight=False, markup=False)
+
+
+def indented(text: Json, columns: int) -> str:
+    """A paragraph below a heading. What is longer than a line, such as a path, stays whole: people copy it."""
+    return textwrap.fill(
+        plain(text),
+        columns,
+        initial_indent=_INDENT,
+        subsequent_indent=_INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 class _Trimmed:
