@@ -170,7 +170,11 @@ def test_an_asker_that_leaves_frees_the_leader(served: Served) -> None:
 
 
 def test_status_says_the_same_everywhere(served: Served) -> None:
-    views = [node.status() for node in served.swarm.nodes]
+    def all_ready() -> Any:
+        views = [node.status() for node in served.swarm.nodes]
+        return all(view["ready"] for view in views) and views
+
+    views = wait_until(all_ready)
     leader = views[0]["self"]
     for node, view in zip(served.swarm.nodes, views, strict=True):
         assert (view["leader"], view["ready"], view["reason"], view["term"], view["epoch"]) == (
@@ -192,7 +196,11 @@ def test_status_says_the_same_everywhere(served: Served) -> None:
 
 
 def test_status_has_every_key_of_a_peer(served: Served) -> None:
-    for peer in served.workers[0].status()["peers"]:
+    def all_at_work() -> Any:
+        peers = served.workers[0].status()["peers"]
+        return all(peer["state"] == "ready" for peer in peers) and peers
+
+    for peer in wait_until(all_at_work):
         assert peer.keys() >= {
             "peer_id", "name", "roles", "state", "backends", "numeric_class", "fitness", "experts_held", "memory",
             "rtt_ms", "version",
