@@ -34,6 +34,7 @@ from swarmnode.shards.files import shard_path
 from tests.expert_models import quiet, tiny_file
 from tests.leading_swarm import leading_swarm
 from tests.net_tools import eventually
+from tests.patience import PATIENCE_S
 from tests.test_auditing import SETTINGS, Swarm, Switch
 from tests.test_auditing import MemoryBoard as Board
 
@@ -146,6 +147,7 @@ async def test_a_leader_without_the_file_is_asked_for_experts_that_are_not_held(
 
 
 async def test_one_that_dies_is_replaced_after_a_pause(model: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_process, "PAUSE_S", 2 * PATIENCE_S)
     judge = process_of(model)
     async with judge.at_work() as judge_one:
         await judge_one(sample_of(model))
@@ -172,7 +174,7 @@ async def test_one_that_dies_is_replaced_after_a_pause(model: OpenModel, monkeyp
 async def test_one_that_cannot_start_is_an_error_and_is_ended(
     model: OpenModel, monkeypatch: pytest.MonkeyPatch, does: str, says: str
 ) -> None:
-    monkeypatch.setattr(judge_process, "START_S", 1.0)
+    monkeypatch.setattr(judge_process, "START_S", 1.0 if says == "did not answer" else PATIENCE_S)
     judge = process_of(model, sys.executable, "-c", does)
     async with judge.at_work() as judge_one:
         with pytest.raises(KernelFailed, match=says):
@@ -210,7 +212,7 @@ async def test_a_leader_audits_with_it_and_lets_it_go(tmp_path: Path, monkeypatc
     async with leading_swarm(tmp_path, SETTINGS, workers=2) as swarm, swarm.led(1, make_judge=make):
         await swarm.until_ready()
         of = Swarm(swarm, swarm.hands[0], Board(), Switch())
-        with trio.fail_after(120):
+        with trio.fail_after(PATIENCE_S):
             for number in itertools.count():
                 if of.audits()["agreed"] >= AGREED_FIRST:
                     break
