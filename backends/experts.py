@@ -205,7 +205,7 @@ class GgmlExperts:
     def _make_room(self, held: _Layer, tensor: ExpertTensor, count: int) -> None:
         lib = self._lib
         # Where llama.cpp would repack the whole layer's weight, a share of it is repacked too.
-        whole_shape = (*tensor.shape, max(2, held.spec.n_expert))
+        whole_shape = (*tensor.shape, held.spec.n_expert)
         repacked = self.device.repack_type(tensor.type, whole_shape) if self._repack and len(whole_shape) == 3 else 0
         # ggml repacks only what has three dimensions, and a tensor of one expert has two: there is room for another,
         # for the plain layout's kernel need not give the same bits.

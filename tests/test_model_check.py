@@ -24,10 +24,11 @@ from capabilities.errors import BadModelFile, Internal, SwarmError, UnsupportedM
 from swarmnode import model_check, models
 from swarmnode.local_experts import LocalExperts
 from swarmnode.model_check import CheckReport, check_model
+from tests import tiny_models
 from tests.expert_models import quiet, tiny_file
 from tests.gguf_samples import moe_sample, numbers
 from tests.patience import PATIENCE_S
-from tests.tiny_architectures import KINDS, write_tiny_model
+from tests.tiny_architectures import KINDS, write_olmoe, write_tiny_model
 from tests.tiny_models import N_EXPERT, TinyWriter
 
 KEYS = {"architecture", "moe_layers", "experts", "experts_used", "bit_identical", "max_abs_diff", "supported", "reason"}
@@ -72,6 +73,17 @@ def test_any_number_of_workers_will_do(workers: int) -> None:
     report = check_model(tiny_file("qwen3moe", "q4_0"), workers, quiet)
     assert report.passed
     assert report.workers == workers
+
+
+@pytest.mark.parametrize("quantisation", ["f32", "q4_0", "q4_k"])
+def test_a_single_expert_a_layer(quantisation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp repacks no such tensor, since it has two dimensions."""
+    monkeypatch.setattr(tiny_models, "N_EXPERT", 1)
+    monkeypatch.setattr(tiny_models, "N_USED", 1)
+    path = write_olmoe(tmp_path / "single.gguf", 1, quantisation=quantisation, widths=(256, 256))
+    report = check_model(path, 2, quiet)
+    assert report.passed
+    assert (report.experts, report.experts_used) == (1, 1)
 
 
 def test_progress_is_told() -> None:
