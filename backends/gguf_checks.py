@@ -62,7 +62,8 @@ def check_architecture(metadata: Metadata) -> str:
         raise GGUFError(f"general.architecture is \"{shown(name)}\", not a name")
     kind = metadata.get("general.type", "model")
     if name == "clip" or kind in ("mmproj", "adapter", "imatrix"):
-        raise GGUFError(f"is a companion file ({'mmproj' if name == 'clip' else kind}), not a language model")
+        what = f"is a companion file ({'mmproj' if name == 'clip' else kind}), not a language model"
+        raise GGUFError(what, hint="Name the model's own GGUF file.")
     return name
 
 

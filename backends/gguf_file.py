@@ -197,7 +197,8 @@ def _siblings(first: _Part) -> list[Path]:
         raise GGUFError(f"is part of a model split in {count}, so it must be named NAME-00001-of-{count:05}.gguf")
     names = [f"{match['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
     if first.number("split.no", ValueType.UINT16) != 0 or int(match["number"]) != 1:
-        raise GGUFError(f"is not the first part of its model; open {gguf_header.shown(names[0])}")
+        what = f"is not the first part of its model; open {gguf_header.shown(names[0])}"
+        raise GGUFError(what, hint="Name the first part: the others are found beside it.")
     return [first.path.with_name(name) for name in names[1:]]
 
 

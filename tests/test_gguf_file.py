@@ -126,8 +126,8 @@ HEADER_FAULTS: dict[str, tuple[Change, str]] = {
     "version 1": (lambda s: setattr(s, "version", struct.pack("<I", 1)), "GGUF version 1"),
     "version 4": (lambda s: setattr(s, "version", struct.pack("<I", 4)), "GGUF version 4"),
     "big-endian": (lambda s: setattr(s, "version", struct.pack(">I", 3)), "big-endian"),
-    "tensor count": (lambda s: setattr(s, "n_tensors", 1 << 62), "the limit is 65,536"),
-    "tensor count too high": (lambda s: setattr(s, "n_tensors", 65_000), "tensor"),
+    "tensor count": (lambda s: setattr(s, "n_tensors", 1 << 62), "the limit is 16,384"),
+    "tensor count too high": (lambda s: setattr(s, "n_tensors", 16_000), "tensor"),
     "key count": (lambda s: setattr(s, "n_keys", 1 << 40), "metadata keys; the limit is"),
     "empty key": (lambda s: s.keys.append(("", u32(1))), "is empty"),
     "double key": (lambda s: s.keys.append(("general.name", text("x"))), "general.name appears twice"),
@@ -310,11 +310,23 @@ def test_a_large_vocabulary_opens(tmp_path: Path) -> None:
 
 def test_thousands_of_tensors_open(tmp_path: Path) -> None:
     sample = moe_sample()
-    sample.tensors += [SampleTensor(f"extra.{index}.weight", (8,), F32, bytes(32)) for index in range(20_000)]
+    sample.tensors += [SampleTensor(f"extra.{index}.weight", (8,), F32, bytes(32)) for index in range(16_000)]
     path = sample.write(tmp_path / "model.gguf")
     before = time.process_time()
     GGUFFile.open(path).close()
     assert time.process_time() - before < 1
+
+
+def test_hints_say_what_to_name_instead(tmp_path: Path) -> None:
+    companion = moe_sample().set("general.architecture", text("clip")).write(tmp_path / "mmproj.gguf")
+    second = moe_sample().set("split.count", number(2, 2)).set("split.no", number(2, 1))
+    for path, hint in (
+        (companion, "Name the model's own GGUF file."),
+        (second.write(tmp_path / "m-00002-of-00002.gguf"), "Name the first part: the others are found beside it."),
+    ):
+        with pytest.raises(BadModelFile) as caught:
+            GGUFFile.open(path)
+        assert caught.value.hint == hint
 
 
 def test_other_files_in_the_folder_do_not_matter(tmp_path: Path) -> None:
