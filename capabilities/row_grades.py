@@ -8,18 +8,20 @@ that adds in F32:
     within    d is at most NEAR, or a quarter of h
     coarse    above, up to HALVES_TIMES h: known sums in half precision, measured at 0.5 to 6 (capabilities/row_check.py
               says more of rows that were crafted); or an 8-bit code or two that fell on the other side of a tie
-    wrong     beyond; or nearly all of d is a wrong length, which no rounding of an ordinary row gives
+    wrong     beyond
 
 A row in which one value outweighs the others may be wrong by that and only be rounded the other way: it counts as
-coarse, too, up to twice what rounding activations does to it, where as many rows of the answer agree as need it.
+coarse, too, up to twice what rounding activations does to it, unless more rows of the answer are wrong than not.
 
-`ratio` is d / h: what is coarse once may be a tie, what is far off again and again is not (scheduler/audits.py).
+Small errors that are no rounding hide among the coarse rows. A row is `odd` if d is more than FAR_TIMES h, or nearly
+all of d is a wrong length where no neuron is known to take the error of all. One odd row says nothing: a code at a tie
+may do that, or half-precision sums that were lucky in h. How many rows are odd tells (scheduler/audits.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any, Final
 
@@ -37,9 +39,10 @@ F64 = NDArray[np.float64]
 NEAR: Final = MEDIAN_LIMIT
 _QUARTER: Final = 1 / 4  # as row_check asks of a median row: measured references are at 1/1000
 HALVES_TIMES: Final = 8.0
-_ALONG: Final = 3 / 4  # of d; independent errors have 1 / sqrt(width) (one standard deviation), and no row so many:
+FAR_TIMES: Final = 4.5  # medians of known half-precision sums are 0.7 to 3.8, however they are ordered
+_ALONG: Final = 9 / 10  # of d: a wrong length alone is all of it; of independent errors it is 1 / sqrt(width)
 _ALONG_SIGMAS: Final = 6.0
-_ALONG_HALVES: Final = 1 / 4  # of h, where a hot neuron makes sums themselves long or short: then length says nothing
+_ALONG_HALVES: Final = 1 / 2  # of h, where a hot neuron makes sums themselves long or short: then length says nothing
 # A code at a tie is half a step off, whichever side it falls on, and the sides are a step apart. Where one value of a
 # row outweighs the others, that is most of what rounding does to it, and may be a wrong length and nothing else.
 _FLIP_TIMES: Final = 2.0
@@ -55,14 +58,24 @@ class Grade(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graded:
-    """Of rows [R]: grade (of Grade), distance d, its ratio to h (0 where it was not needed)."""
+    """Of rows [R]: grade (of Grade), distance d, its ratio to h (0 where it was not needed), and whether it is odd."""
 
     grade: NDArray[np.int8]
     distance: F64
     ratio: F64
+    odd: NDArray[np.bool_]
 
     def count(self, grade: Grade) -> int:
         return int((self.grade == grade).sum())
+
+    def put(self, rows: NDArray[np.intp], of: Graded) -> None:
+        """In place of these rows, those of another."""
+        for each in fields(self):
+            getattr(self, each.name)[rows] = getattr(of, each.name)
+
+    def only(self, rows: NDArray[np.bool_]) -> Graded:
+        """Of these rows."""
+        return Graded(*(getattr(self, each.name)[rows] for each in fields(self)))
 
 
 Refer = Callable[[NDArray[np.intp]], RowReferences | None]
@@ -78,23 +91,21 @@ def grade_rows(answer: F32, own: F32, refer: Refer, terms: int, agreeing: int = 
     with np.errstate(over="ignore", invalid="ignore"):
         distance, ratio = _relative(y - o, o), np.zeros(len(y))
     grade = np.where((answer == own).all(axis=1), Grade.SAME, Grade.WITHIN).astype(np.int8)
+    graded = Graded(grade, distance, ratio, np.zeros(len(y), bool))
     far = np.flatnonzero(~(distance <= NEAR) & (grade != Grade.SAME))
     if len(far) == 0:
-        return Graded(grade, distance, ratio)
+        return graded
     references = refer(far)
     if references is None:  # by size alone
         grade[far] = np.where(distance[far] <= SAME_MEDIAN_LIMIT, Grade.WITHIN, Grade.COARSE)
         grade[far[~(distance[far] <= SAME_WORST_LIMIT)]] = Grade.WRONG
-        return Graded(grade, distance, ratio)
-    grade[far], distance[far], ratio[far] = _grade_far(
-        y[far], distance[far], o[far], references, terms, agreeing + len(y) - len(far)
-    )
-    return Graded(grade, distance, ratio)
+        graded.odd[:] = grade == Grade.WRONG
+        return graded
+    graded.put(far, _grade_far(y[far], distance[far], o[far], references, terms, agreeing + len(y) - len(far)))
+    return graded
 
 
-def _grade_far(
-    y: F64, from_own: F64, own: F64, references: RowReferences, terms: int, agreeing: int
-) -> tuple[NDArray[np.int8], F64, F64]:
+def _grade_far(y: F64, from_own: F64, own: F64, references: RowReferences, terms: int, agreeing: int) -> Graded:
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         exact = references.exact.astype(np.float64)
         halves = np.nan_to_num(_relative(references.halves.astype(np.float64) - exact, exact), nan=np.inf)
@@ -111,15 +122,16 @@ def _grade_far(
     usual = np.maximum(halves, np.median(halves))  # a single row's may be small by luck
     with np.errstate(over="ignore"):
         limit = np.minimum(np.maximum(HALVES_TIMES * usual, ties), SAME_WORST_LIMIT)
-    along = max(_ALONG, _ALONG_SIGMAS / np.sqrt(y.shape[1]))
-    stretched = (length >= along * nearest) & (nearest > _LENGTH_MIN) & ~hot
-    wrong = ~(nearest <= limit) | stretched
+    wrong = ~(nearest <= limit)
     within = nearest <= np.maximum(NEAR, _QUARTER * np.where(np.isfinite(halves), halves, 0.0))
     excused = wrong & (nearest <= np.minimum(_FLIP_TIMES * _rounding(references), SAME_WORST_LIMIT))
-    if excused.sum() <= agreeing + (within & ~wrong).sum():  # else it is no accident of single codes
+    along = max(_ALONG, _ALONG_SIGMAS / np.sqrt(y.shape[1]))
+    stretched = (length >= along * nearest) & (nearest > _LENGTH_MIN) & ~hot
+    odd = wrong | (~within & ((ratio > FAR_TIMES) | stretched))
+    if excused.sum() <= agreeing + (~wrong).sum():  # else it is no accident of single rows
         wrong &= ~excused
     grade = np.where(wrong, Grade.WRONG, np.where(within, Grade.WITHIN, Grade.COARSE)).astype(np.int8)
-    return grade, nearest, ratio
+    return Graded(grade, nearest, ratio, odd)
 
 
 def _rounding(references: RowReferences) -> F64:

@@ -367,13 +367,12 @@ class Auditing:
 def found_of(sample: Sample, judged: Judged) -> Found:
     """What the sequential tests count of an audit."""
     graded = judged.graded
-    coarse = graded.grade == Grade.COARSE
     return Found(
         rows=len(graded.grade),
         identical=graded.count(Grade.SAME) == len(graded.grade),
         wrong=graded.count(Grade.WRONG),
-        coarse=int(coarse.sum()),
-        ratios=tuple(graded.ratio[coarse & (graded.ratio > 0)].tolist()),
+        coarse=graded.count(Grade.COARSE),
+        odd=int(graded.odd.sum()),
         ask_f32=sample.ask_f32,
         telling=judged.telling,
     )

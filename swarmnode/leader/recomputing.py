@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,13 +111,11 @@ class Recomputing:
             began_s = time.thread_time() - so_far_s
             graded = self._against_all(sample, compared, chosen)
             kept[chosen] = True
-            for mine, theirs in zip(_arrays(compared.graded), _arrays(graded), strict=True):
-                mine[chosen] = theirs
-        grade, distance, ratio = (values[kept] for values in _arrays(compared.graded))
+            compared.graded.put(chosen, graded)
         firsts = np.unique(sample.units, return_index=True)[1]
         telling = not HALVES & {tensor.type for tensor in sample.layer.tensors}
         cpu_s = time.thread_time() - began_s
-        return Judged(Graded(grade, distance, ratio), sample.experts[firsts][kept], telling, cpu_s)
+        return Judged(compared.graded.only(kept), sample.experts[firsts][kept], telling, cpu_s)
 
     def close(self) -> None:
         """Free what is held; the next answer reads anew."""
@@ -210,7 +208,3 @@ def _choose(sample: Sample, units: NDArray[np.intp]) -> NDArray[np.intp]:
 def _terms(layer: LayerExperts) -> int:
     """The length of the shortest sum of products of an expert."""
     return min(tensor.shape[0] for tensor in layer.tensors if len(tensor.shape) == 2)
-
-
-def _arrays(graded: Graded) -> tuple[NDArray[Any], ...]:
-    return graded.grade, graded.distance, graded.ratio
