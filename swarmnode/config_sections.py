@@ -217,9 +217,10 @@ class LeaderConfig(Section):
     since experts are read when they are needed, but an answer goes on. false: it waits for the workers."""
 
     audits: bool = True
-    """A share of what workers answer is recomputed here, beside the work: who cheats is found. It takes memory, reads
-    experts from the disk, and costs tokens on a machine whose cores have no time to spare (`swarmctl bench --audits`
-    shows how many). false: only where every worker is your own."""
+    """A share of what workers answer is recomputed here, beside the work: who cheats is found. A process of its own
+    does it, which takes 200 MiB while requests run, reads experts from the disk, and costs a few tokens of a hundred on
+    a machine whose cores have no time to spare (`swarmctl bench`, with and without `--no-audits`). false: only where
+    every worker is your own."""
 
 
 class ComputeConfig(Section):

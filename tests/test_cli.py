@@ -22,7 +22,7 @@ import pytest
 import trio
 
 from capabilities.errors import ContextLengthExceeded, ExpertsUnavailable, NoDaemon
-from swarmnode.cli import common, ctl, daemon, progress
+from swarmnode.cli import common, ctl, daemon, progress, render_audit
 from swarmnode.config import default_text
 from swarmnode.config_sections import Combine
 from swarmnode.control import ControlReply
@@ -662,3 +662,12 @@ def test_progress_without_a_terminal_is_a_line_for_each_long_step(
         until_shown(2)
     shown += capfd.readouterr().err
     assert re.sub(r"0:\d\d", "0:00", shown) == "hash\\x1bing 25 % (0:00)\nwaiting (0:00)\n"
+
+
+def test_the_table_of_audits_says_who_differs_from_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = {"agreed": 11, "differed": 12, "self_differed": 13, "answers": 14, "audited": 15, "share": 0.16}
+    peer = {"name": "one", "peer_id": "12D3KooW", "fitness": "fit", "audits": counts, "verdict": None}
+    render_audit.print_audits({"peers": [peer]})
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split() == ["peer", "id", "fitness", "agreed", "differed", "itself", "answers", "audited", "share"]
+    assert row.split()[-6:] == ["11", "12", "13", "14", "15", "16%"]

@@ -158,7 +158,9 @@ def _say_how_to_reach(peers: list[dict[str, Any]]) -> None:
 @click.option("--prompt-tokens", type=click.IntRange(1), default=128, show_default=True)
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens to generate.")
 @click.option("--fast", is_flag=True, help="Both without batch invariance, to see what it costs.")
-@click.option("--audits", is_flag=True, help="Audit the workers' answers, as a daemon does, to see what it costs.")
+@click.option(
+    "--audits/--no-audits", default=True, show_default=True, help="Audit the workers' answers, as a daemon does."
+)
 @click.option(
     "--combine", type=click.Choice(COMBINES), default=COMBINES[0], show_default=True,
     help="Whether workers send a row for each expert, or one sum a token."

@@ -14,7 +14,9 @@ Json = Any
 
 def print_audits(answer: Mapping[str, Json]) -> None:
     """One line a peer, and the reason of each that is not fit."""
-    out, table = console(), _table("peer", "id", "fitness", "agreed", "differed", "answers", "audited", "share")
+    # "itself": times that it differed from what it had answered before
+    columns = "peer", "id", "fitness", "agreed", "differed", "itself", "answers", "audited", "share"
+    out, table = console(), _table(*columns)
     for row in answer["peers"]:
         counts, verdict = row.get("audits") or {}, row.get("verdict") or {}
         share = counts.get("share")
@@ -24,6 +26,7 @@ def print_audits(answer: Mapping[str, Json]) -> None:
             plain(row["fitness"]),
             plain(counts.get("agreed", verdict.get("audits_agreed"))),
             plain(counts.get("differed", verdict.get("audits_differed"))),
+            plain(counts.get("self_differed")),
             plain(counts.get("answers")),
             plain(counts.get("audited")),
             f"{share:.0%}" if isinstance(share, int | float) else "-",

@@ -59,8 +59,9 @@ class OutOfTolerance(SwarmError):
     )
 
 
-_SHARE_OF_TIME: Final = 0.1  # of one core while answers are under way
+_SHARE_OF_TIME: Final = 0.25  # of one core while answers are under way: thirty answers a second of a large model
 _BURST_S: Final = 1.0  # so that newcomers are judged at once: some hundreds of answers
+_SILENT_S: Final = 10.0  # between complaints: while nothing can be judged, every answer is a reason to
 _IDLE_S: Final = 60.0  # without an answer to judge, until what judging takes is freed
 _GATHER_S: Final = 0.05  # until what waits is looked at again: each look interrupts the decode thread
 _LOOK_S: Final = 0.25  # how soon the end of the last request is noticed; each look interrupts the decode thread
@@ -113,6 +114,7 @@ class Auditing:
         self._something = trio.Event()
         self._evidence: OrderedDict[str, list[Evidence]] = OrderedDict()
         self._ended = False
+        self._silent_until_s = 0.0
         self._time = TokenBucket(_BURST_S, _SHARE_OF_TIME, trio.current_time())  # seconds of the judge's
         mine = weakref.WeakMethod(self._board_changed)  # the board outlives this leadership
         board.on_change(lambda peer: None if (call := mine()) is None else call(peer))
@@ -156,7 +158,9 @@ class Auditing:
         try:
             judged = await judge_one(sample)
         except SwarmError as error:  # the expert cannot be had, or there is no memory
-            _log.info("audit.not_made", peer=chosen.peer, layer=sample.layer.layer, reason=error.message)
+            if trio.current_time() >= self._silent_until_s:
+                self._silent_until_s = trio.current_time() + _SILENT_S
+                _log.warning("audit.not_made", peer=chosen.peer, layer=sample.layer.layer, reason=error.message)
             with self.tap.lock:
                 self.tap.audits.dropped(chosen)
             return 0.0
