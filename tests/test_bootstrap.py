@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -214,7 +214,8 @@ def test_console_stops_what_takes_too_long_with_all_that_it_started(tmp_path: Pa
     with pytest.raises(SetupError, match="not done after 3 s") as caught:
         Console(tmp_path).run("Waiting", ["sh", "-c", script], os.environ, 3)
     assert caught.value.log == tmp_path / "waiting.log"
-    assert not _runs(int((tmp_path / "pid").read_text()))
+    sleeper = int((tmp_path / "pid").read_text())
+    _until(lambda: not _runs(sleeper))  # it was told to end with the shell, and may need a moment more
 
 
 def test_failure_shows_the_last_lines_and_names_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,9 +240,7 @@ def test_interrupt_of_a_real_run_ends_the_child_and_says_so(checkout: Path, tmp_
     command = [sys.executable, str(checkout / "swarmnode" / "bootstrap.py")]
     environ = {**os.environ, "CC": str(sleeper), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     child = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + PATIENCE_S
-    while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    _until((tmp_path / "pid").exists)
     os.killpg(child.pid, signal.SIGINT)
     _, errors = child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 130
@@ -288,6 +287,13 @@ def _closure(requirement: str) -> set[str]:
             if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in ("", *wanted.extras)):
                 todo.append(needed)
     return {name for name, _ in seen}
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.02)
 
 
 def _runs(pid: int) -> bool:
