@@ -111,10 +111,13 @@ async def test_another_holder_goes_on_with_the_same_tokens(tmp_path: Path, fault
         leader = swarm.leading
         assert leader.active is not None
         remote = leader.active.remote
+        links = [leader.members.by_peer[hand.network.peer_id].link for hand in swarm.hands]
+        asked: list[Callable[[], int]] = []  # how often the struck one was, since
 
         def strike() -> None:
-            used = [hand.worker.experts.statistics.dispatches for hand in swarm.hands]
+            used = [link.statistics.dispatches for link in links if link is not None]
             busy = used.index(max(used))  # the one that answers, of two that hold everything
+            asked.append(lambda: links[busy].statistics.dispatches - used[busy])  # type: ignore[union-attr]
             if fault in (cut, silent):
                 fault(swarm.hands[busy])
             else:
@@ -122,7 +125,9 @@ async def test_another_holder_goes_on_with_the_same_tokens(tmp_path: Path, fault
 
         heard = await interrupted(swarm, strike)
         check(swarm, heard)
-        if fault is not cut:  # a cut may come between two layers: then the next one goes elsewhere from the start
+        # A cut may come between two layers: then the next one goes elsewhere from the start. So may any layer on a busy
+        # machine, where the other one seems faster by then.
+        if fault is not cut and asked[0]():
             assert remote.failover.failures + remote.failover.hedges >= 1
         assert (remote.failover.own_rows, remote.failover.mixed_steps) == (0, 0)
 
