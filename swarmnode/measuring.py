@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -70,9 +71,14 @@ class Measuring:
         self._wanted.set()
         self._on_change: list[Callable[[], object]] = []
 
-    def on_change(self, callback: Callable[[], object]) -> None:
-        """Have `callback` called after each result. It must not block."""
+    @contextmanager
+    def on_change(self, callback: Callable[[], object]) -> Iterator[None]:
+        """Within the context `callback` is called after each result. It must not block."""
         self._on_change.append(callback)
+        try:
+            yield
+        finally:
+            self._on_change.remove(callback)
 
     @property
     def busy(self) -> bool:

@@ -19,7 +19,7 @@ import trio
 from backends.add_model import TRUNK
 from backends.manifest import Manifest
 from capabilities.errors import BadModelFile, DeadlineExceeded, Internal, SwarmError, UnsupportedModel
-from swarmnode.models import Models, run_child
+from swarmnode.models import MODELS_MAX, Models, run_child
 from swarmnode.net.interface import Network, PeerId
 from swarmnode.shards.fetch import fetch_manifest
 from swarmnode.shards.store import CacheError, ShardCache
@@ -161,7 +161,21 @@ class ModelKeeper:
         return self._models.find(wanted) if wanted else None
 
     def _make_room(self, manifest: Manifest) -> int:
-        """Take the trunk's bytes off the cache's budget; how many bytes it may have at most."""
+        """Take the trunk's bytes off the cache's budget; how many bytes it may have at most.
+
+        Models that came from the swarm and are not wanted any more go, if that makes room for this one.
+        """
+        others = self._models.trunk_bytes(except_draft=manifest.id)
+        missing = others + manifest.trunk.size - self._cache.budget_bytes
+        surplus = len(self._models.names()) + 1 - MODELS_MAX
+        fetched = self._models.fetched(but=manifest.id)
+        if missing <= sum(nbytes for _, nbytes in fetched):
+            for name, nbytes in fetched:
+                if missing <= 0 and surplus <= 0:
+                    break
+                self._models.remove(name)
+                missing, surplus = missing - nbytes, surplus - 1
+                _log.info("model.dropped", name=name, freed_bytes=nbytes)
         others = self._models.trunk_bytes(except_draft=manifest.id)
         budget = self._cache.budget_bytes - others
         if manifest.trunk.size <= budget:

@@ -41,7 +41,7 @@ _log = structlog.get_logger(__name__)
 MODELS_MAX: Final = 64
 ADD_SECONDS_MAX: Final = 6 * 3600.0
 FETCHED: Final = "fetched"
-"""An empty file in place of SOURCE: the model came from the swarm."""
+"""An empty file in place of SOURCE: the model came from the swarm. Its time is when the model was last opened."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _DRAFT: Final = ".fetch-"
@@ -164,6 +164,7 @@ class Models:
         manifest, trunk = self.manifest(name), self._folder / name / TRUNK
         self._check_trunk(name, manifest)
         if self._is_fetched(name):
+            (self._folder / name / FETCHED).touch()  # `fetched` orders by it
             if self._cache is None:
                 raise ModelNotFound(f"the model {name} came from the swarm, and this node keeps no experts of it")
             cached = CachedExperts(self._cache, manifest)
@@ -221,6 +222,20 @@ class Models:
         folder.rename(self._folder / name)
         sync_folder(self._folder)
         return name
+
+    def fetched(self, *, but: str) -> list[tuple[str, int]]:
+        """(name, bytes of its trunk) of the models that came from the swarm, without the one of that manifest.
+
+        The one that was served longest ago comes first.
+        """
+        found: list[tuple[int, str, int]] = []
+        for name, manifest_id in self.ids().items():
+            if manifest_id == but or not self._is_fetched(name):
+                continue
+            with contextlib.suppress(OSError):  # removed meanwhile
+                used_ns = (self._folder / name / FETCHED).stat().st_mtime_ns
+                found.append((used_ns, name, (self._folder / name / TRUNK).stat().st_blocks * 512))
+        return [(name, nbytes) for _, name, nbytes in sorted(found)]
 
     def _is_fetched(self, name: str) -> bool:
         return (self._folder / name / FETCHED).is_file()

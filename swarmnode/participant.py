@@ -218,8 +218,8 @@ class Participant:
             open_dht=self._open_dht, lan=self._config.swarm.mdns,
         ) as adverts:  # fmt: skip
             self._adverts = adverts
-            self._parts.measuring.on_change(adverts.changed)
-            yield adverts
+            with self._parts.measuring.on_change(adverts.changed):  # which outlives this swarm
+                yield adverts
 
     # -- leading ------------------------------------------------------------------------------------------------
 

@@ -283,6 +283,28 @@ async def test_the_budget_counts_trunks_and_experts(original: Models, tmp_path: 
         assert 0 < peer.cache.statistics().used_bytes <= before.used_bytes // 2, "experts made room"
 
 
+async def test_models_that_are_not_served_any_more_make_room(original: Models, tmp_path: Path) -> None:
+    found = Serving(original, None).find(original.manifest("olmoe").id)
+    assert found is not None
+    named = [replace(found.manifest, name=name) for name in ("first", "second", "third", "fourth")]
+    served = {m.id: ServedModel(m, m.to_bytes(), found.source, found.trunk) for m in named}
+    size = found.trunk.stat().st_blocks * 512
+    async with node(tmp_path, served.get, budget=3 * size - 1) as peer:
+        for manifest in named[:2]:
+            peer.keeper.want(manifest.id, [peer.source])
+            await peer.holds()
+        assert peer.models.names() == ["first", "second"]
+        peer.models.open("first").close()
+        peer.keeper.want(named[2].id, [peer.source])
+        assert await peer.holds() == "third"
+        assert peer.models.names() == ["first", "third"], "the one that was served longest ago went"
+
+        peer.cache.budget_bytes = size - 1
+        peer.keeper.want(named[3].id, [peer.source])
+        assert (await peer.fails()).type == "cache_error"
+        assert peer.models.names() == ["first", "third"], "nothing goes in vain"
+
+
 async def test_a_name_that_is_taken_and_a_hostile_one(original: Models, tmp_path: Path) -> None:
     found = Serving(original, None).find(original.manifest("olmoe").id)
     assert found is not None
