@@ -202,5 +202,5 @@ def test_bfloat16_is_told_as_eight_bits() -> None:
 
 
 async def test_a_child_that_fails_is_an_error_that_says_how() -> None:
-    with pytest.raises(Internal, match="KeyError.*'compute'"):
+    with pytest.raises(Internal, match=r"KeyError.*'compute'"):
         await measure_in_child({"fast": False})
