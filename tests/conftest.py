@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,10 @@ from typing import Any, Final
 import hypothesis
 import pytest
 import structlog
+
+# A shell that starts this in the background has it ignore Ctrl-C, and all children with it; some of these are sent one.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Machines that run tests are shared, and there NumPy's threads wait for each other far longer than they compute. NumPy
 # reads this when it is loaded, which the tests themselves do.
