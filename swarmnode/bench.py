@@ -49,7 +49,7 @@ def run_bench(
     progress: Progress,
     rounds: int = ROUNDS,
     fast: bool = False,
-    audits: bool = True,
+    audits: bool = False,
     combine: Combine = "router-order",
 ) -> dict[str, Any]:
     """Measure; the result is what `--json` prints. `model`: a file, `demo`, or a synthetic shape by name.

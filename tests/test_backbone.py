@@ -24,6 +24,7 @@ from swarmnode.net.interface import NetworkError, Stream
 from swarmnode.net.libp2p_host import open_libp2p_network
 from swarmnode.wire import encode_frame
 from tests.backbone_nodes import Node, Swarm, eventually, memory_swarm
+from tests.patience import PATIENCE_S
 from tests.swarm_members import quick_keys
 
 
@@ -126,7 +127,7 @@ async def test_an_old_leader_that_wakes_up_is_not_believed_and_steps_down(
         others = [node for node in swarm.nodes if node is not first]
         for node in others:
             swarm.hub.set_delay(first.identity.peer_id, node.identity.peer_id, float("inf"))
-        assert await eventually(lambda: swarm.leader(*others) not in (None, first)) < 3
+        assert await eventually(lambda: swarm.leader(*others) not in (None, first), PATIENCE_S) < 3
         assert await eventually(lambda: first.watch.leader is None) < 0.1
         seen: set[str] = set()
         for node in others:
@@ -163,7 +164,7 @@ async def test_what_a_member_learns_its_own_election_learns(tmp_path: Path, auto
         assert first is not None
         others = [node for node in swarm.nodes if node is not first]
         swarm.cut([first], others)
-        await eventually(lambda: swarm.leader(*others) not in (None, first))
+        await eventually(lambda: swarm.leader(*others) not in (None, first), PATIENCE_S)
         newer = others[0].watch.leader
         assert newer is not None
         assert newer.mandate is not None
@@ -181,7 +182,7 @@ async def test_a_member_shows_an_old_leader_that_it_is_over(tmp_path: Path, auto
         others = [node for node in swarm.nodes[:3] if node is not first]
         swarm.cut([first], others)
         worker = swarm.nodes[3]
-        await eventually(lambda: swarm.leader(worker, *others) not in (None, first))
+        await eventually(lambda: swarm.leader(worker, *others) not in (None, first), PATIENCE_S)
         term = worker.watch.term
         await eventually(lambda: first.watch.term == first.election.term == term)
         assert not first.leads
@@ -196,7 +197,7 @@ async def test_a_leader_hands_over_when_it_is_asked_to(tmp_path: Path, autojump_
         assert first is not None
         await trio.sleep(1)
         await first.election.hand_over()
-        assert await eventually(lambda: swarm.leader() not in (None, first)) < 1
+        assert await eventually(lambda: swarm.leader() not in (None, first), PATIENCE_S) < 1
         second = swarm.leader()
         assert second is not None
         await swarm.all_may_lead(first, eligible=False)
@@ -308,16 +309,16 @@ async def test_three_on_libp2p_replace_a_lost_leader(tmp_path: Path) -> None:
             swarm = Swarm.make(tmp_path, 3, 1, None, nursery)
             closed = [await start_real(swarm, node) for node in swarm.nodes]
             await swarm.all_may_lead()
-            await eventually(lambda: swarm.leader() is not None)
+            await eventually(lambda: swarm.leader() is not None, PATIENCE_S)
             first = swarm.leader()
             assert first is not None
             first.voice.set_record(b"x" * 300_000)
             backbone = swarm.nodes[:3]
-            await eventually(lambda: all(node.watch.record is not None for node in backbone))
+            await eventually(lambda: all(node.watch.record is not None for node in backbone), PATIENCE_S)
             first.scope.cancel()
             closed[swarm.nodes.index(first)].set()
             rest = [node for node in swarm.nodes if node is not first]
-            await eventually(lambda: swarm.leader(*rest) not in (None, first))
+            await eventually(lambda: swarm.leader(*rest) not in (None, first), PATIENCE_S)
             assert swarm.leader(*rest).watch.term >= 2  # type: ignore[union-attr]
             nursery.cancel_scope.cancel()
 

@@ -159,7 +159,7 @@ def _say_how_to_reach(peers: list[dict[str, Any]]) -> None:
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens to generate.")
 @click.option("--fast", is_flag=True, help="Both without batch invariance, to see what it costs.")
 @click.option(
-    "--audits/--no-audits", default=True, show_default=True, help="Audit the workers' answers, as a daemon does."
+    "--audits/--no-audits", default=False, show_default=True, help="Audit the workers' answers, as a daemon does."
 )
 @click.option(
     "--combine", type=click.Choice(COMBINES), default=COMBINES[0], show_default=True,
