@@ -15,8 +15,9 @@ from typing import Any
 from playwright.sync_api import sync_playwright
 
 from backends.demo_model import ensure_demo_model
-from swarmnode.local_swarm import LocalSwarm
+from swarmnode.local_swarm import LocalNode, LocalSwarm
 from swarmnode.paths import shared_cache_folder
+from tests.swarm_tools import wait_until
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 QUESTION = "Why is sleep important?"
@@ -35,6 +36,7 @@ def main() -> None:
         ):
             swarm.add_model(model, name="demo")
             swarm.wait_ready()
+            wait_until(lambda: all(same_class(node) for node in swarm.workers), 60)  # adverts come a little later
             url = swarm.workers[0].status()["http"]["url"]
             browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"] * (os.geteuid() == 0))
             take(browser, url, "dashboard.png", viewport=WIDE)
@@ -42,6 +44,11 @@ def main() -> None:
             browser.close()
     finally:
         shutil.rmtree(root, ignore_errors=True)
+
+
+def same_class(node: LocalNode) -> bool:
+    """All peers have measured, as far as this one has heard, the same."""
+    return len({peer["numeric_class"] for peer in node.status()["peers"]}) == 1
 
 
 def take(browser: Any, url: str, name: str, **look: Any) -> None:
