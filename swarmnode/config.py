@@ -69,13 +69,26 @@ def load_config(file: Path | None) -> Config:
 def parse_config(text: str) -> Config:
     """A configuration from TOML text. Raises UsageError naming section, key and fault."""
     try:
-        return Config.model_validate(tomllib.loads(text))
+        return Config.model_validate(_with_other_names(tomllib.loads(text)))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"not valid TOML: {error}", hint=_HINT) from error
     except ValidationError as error:
         first, *others = error.errors(include_url=False)
         more = f" (and {len(others)} more)" if others else ""
         raise UsageError(_fault(first) + more, hint=_HINT) from error
+
+
+def _with_other_names(tables: dict[str, Any]) -> dict[str, Any]:
+    """`[backend] factory` is another name of `[compute] factory`."""
+    match tables:
+        case {"backend": {"factory": factory, **others}} if not others:
+            compute = tables.get("compute", {})
+            if not isinstance(compute, dict):
+                return tables
+            if compute.setdefault("factory", factory) != factory:
+                raise UsageError("[backend] factory is another name of [compute] factory, which differs; keep one")
+            return {name: table for name, table in tables.items() if name != "backend"} | {"compute": compute}
+    return tables
 
 
 _PLAIN_WORDS = {

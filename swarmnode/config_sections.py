@@ -244,7 +244,7 @@ class ComputeConfig(Section):
 
     factory: Annotated[str, AfterValidator(_check_factory)] = ""
     """module:Class of another expert backend, used in place of the above: for backends that live outside this project,
-    and for tests. What is named here runs with all rights of the daemon."""
+    and for tests. What is named here runs with all rights of the daemon. [backend] factory is read, too."""
 
 
 class LimitsConfig(Section):

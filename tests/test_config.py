@@ -48,6 +48,16 @@ def test_values_are_read() -> None:
     assert config.compute == Config().compute
 
 
+def test_a_backends_factory_has_two_names() -> None:
+    assert parse_config('[backend]\nfactory = "late:Late"') == parse_config('[compute]\nfactory = "late:Late"')
+    both = parse_config('[backend]\nfactory = "late:Late"\n[compute]\nfactory = "late:Late"\nthreads = 2')
+    assert (both.compute.factory, both.compute.threads) == ("late:Late", 2)
+    with pytest.raises(UsageError, match=r"keep one"):
+        parse_config('[backend]\nfactory = "late:Late"\n[compute]\nfactory = "early:Early"')
+    with pytest.raises(UsageError, match=r"\[backend\] is no known section"):
+        parse_config('[backend]\nfactories = "late:Late"')
+
+
 def test_budgets_follow_the_machine_unless_given() -> None:
     node = Config().node
     assert node.memory_bytes(8 << 30) == 6 << 30
