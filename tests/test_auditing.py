@@ -16,6 +16,7 @@ import pytest
 
 from backends.device import Device
 from backends.experts import F32, I32, ExpertBackend, GgmlExperts, ReadSlice
+from backends.gguf_types import GGML_TYPES
 from backends.manifest import LayerExperts
 from backends.numpy_reference import NumpyExperts
 from backends.program import ExpertProgram
@@ -185,6 +186,8 @@ async def test_whoever_begins_to_cheat_is_quarantined_and_its_work_goes_to_other
         verdict = swarm.board.verdict_of(swarm.odd.name)
         assert verdict is not None
         assert (verdict.fitness, verdict.evidence[-1].kind) == ("quarantined", "audit")
+        weights = {GGML_TYPES[tensor.type].name for layer in swarm.active.manifest.layers for tensor in layer.tensors}
+        assert set(verdict.evidence[-1].weight_type.split(",")) <= weights
         assert verdict.audits_differed >= 6  # one mismatch convicts nobody
         await eventually(lambda: swarm.odd.name not in swarm.active.placer.coverage.current.peers())
         assert swarm.swarm.ready

@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 import structlog
 import trio
 
-from backends.gguf_header import type_name
+from backends.gguf_types import GGML_TYPES
 from capabilities.agreement import SAME_WORST_LIMIT, Agreement
 from capabilities.errors import SwarmError
 from capabilities.row_grades import HALVES_TIMES, NEAR, Grade
@@ -398,7 +398,7 @@ def _evidence(kind: EvidenceKind, sample: Sample, judged: Judged) -> Evidence:
         text=f"layer {layer}, expert {expert}: {how}, {distance[worst]:.2g} off the leader's own rows",
         layer=layer,
         expert=expert,
-        weight_type=",".join(sorted({type_name(tensor.type) for tensor in sample.layer.tensors})),
+        weight_type=",".join(sorted({GGML_TYPES[tensor.type].name for tensor in sample.layer.tensors})),
         median_relative_l2=float(sorted(distance)[len(distance) // 2]),
         extreme_relative_l2=float(distance[worst]),
         limit=float(limit),
