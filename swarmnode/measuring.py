@@ -1,6 +1,7 @@
 """Has this node's backend measured: at start, for the model's own weights once they are known, and when asked to.
 
-The work is a child's (measure_child.py). What was measured last stays valid until the next result is there.
+The work is a child's (measure_child.py). What was measured last stays valid until the next result is there. A machine
+that is too slow for the usual deadline tells what it found by then, and goes on with a longer one.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ USUAL_TYPES: Final = ("q4_K", "q6_K", "q8_0", "f16")
 
 USUAL: Final = Request(tuple(kind for kind, known in sorted(GGML_TYPES.items()) if known.name in USUAL_TYPES))
 
+DEADLINES_S: Final = (DEADLINE_S, 600.0)
+"""The second one where the first was too short. An emulated processor takes three minutes for the usual types, and as
+long for the widest experts that a fingerprint is taken of, in half precision."""
+
 RunChild = Callable[[dict[str, Any]], Awaitable[BackendMeasurement]]
 
 
@@ -54,7 +59,6 @@ class Measuring:
         folder: Path,
         *,
         fast: bool = False,
-        deadline_s: float = DEADLINE_S,
         run_child: RunChild | None = None,
     ) -> None:
         self.current = Measured(compute.name, compute.device)
@@ -62,10 +66,10 @@ class Measuring:
         self._threads = threads
         self._folder = folder
         self._fast = fast
-        self._deadline_s = deadline_s
         self._run_child = run_child or measure_in_child
         self._request = USUAL
         self._anew = False
+        self._at_work = trio.CancelScope()
         self._wanted = trio.Event()
         self._done = trio.Event()
         self._wanted.set()
@@ -104,6 +108,8 @@ class Measuring:
         return self.current
 
     def _want(self) -> None:
+        """What is measured now is not wanted any more: on a slow machine it could take minutes yet."""
+        self._at_work.cancel()
         self._wanted.set()
         if self._done.is_set():
             self._done = trio.Event()
@@ -112,30 +118,30 @@ class Measuring:
         while True:
             await self._wanted.wait()
             request, anew, self._anew = self._request, self._anew, False
-            await self._measure(request, anew)
+            with trio.CancelScope() as self._at_work:
+                await self._measure(request, anew)
             if request == self._request and not self._anew:
                 self._wanted = trio.Event()
                 self._done.set()
 
     async def _measure(self, request: Request, anew: bool) -> None:
-        ordered = order(
-            self._config,
-            self._threads,
-            self._folder,
-            request,
-            fast=self._fast,
-            deadline_s=self._deadline_s,
-            anew=anew,
-        )
-        try:
-            measured = await self._run_child(ordered)
-            self.current = replace(self.current, backend=measured, error="")
-            _log.info("backend.measured", backend=measured.name, complete=measured.complete, types=len(measured.types))
-        except SwarmError as error:
-            self.current = replace(self.current, error=error.message)
-            _log.warning("backend.not_measured", error=error.to_json())
-        for callback in self._on_change:
-            callback()
+        for deadline_s in DEADLINES_S:
+            ordered = order(
+                self._config, self._threads, self._folder, request, fast=self._fast, deadline_s=deadline_s, anew=anew
+            )
+            try:
+                measured = await self._run_child(ordered)
+                self.current = replace(self.current, backend=measured, error="")
+                _log.info(
+                    "backend.measured", backend=measured.name, complete=measured.complete, types=len(measured.types)
+                )
+            except SwarmError as error:
+                self.current = replace(self.current, error=error.message)
+                _log.warning("backend.not_measured", error=error.to_json())
+            for callback in self._on_change:
+                callback()
+            if self.current.error or self.current.complete:
+                return
 
 
 async def measure_in_child(ordered: dict[str, Any]) -> BackendMeasurement:
@@ -146,7 +152,8 @@ async def measure_in_child(ordered: dict[str, Any]) -> BackendMeasurement:
     """
     command = [sys.executable, "-m", "swarmnode.measure_child"]
     stdin = json.dumps(ordered).encode()
-    with trio.move_on_after(limits.MEASURE_SECONDS_MAX):
+    seconds = ordered["deadline_s"] + limits.MEASURE_EXTRA_SECONDS_MAX
+    with trio.move_on_after(seconds):
         ended = await trio.run_process(
             command, stdin=stdin, capture_stdout=True, stderr=subprocess.DEVNULL, check=False
         )
@@ -157,7 +164,7 @@ async def measure_in_child(ordered: dict[str, Any]) -> BackendMeasurement:
             if "error" in message:
                 raise SwarmError.from_json(message["error"])
         raise Internal(f"measuring the backend ended with status {ended.returncode} and no result", hint=_HINT)
-    raise Internal(f"measuring the backend took more than {limits.MEASURE_SECONDS_MAX:.0f} s", hint=_HINT)
+    raise Internal(f"measuring the backend took more than {seconds:.0f} s", hint=_HINT)
 
 
 _HINT: Final = "Look at compute.* in the configuration: another backend or device may be sound."

@@ -344,9 +344,14 @@ def test_the_exit_status_tells(capfd: pytest.CaptureFixture[str]) -> None:
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
+def report(b: str, levels: list[dict[str, Any]]) -> dict[str, Any]:
+    of_sides: dict[str, Any] = {"experts": {}, "restarts": {}}
+    return {"a": "ggml-cpu", "b": b, "model": "a&b.gguf", "pass": True, **of_sides, "levels": levels}
+
+
 def test_the_page_shows_curve_and_histogram_and_fetches_nothing(tmp_path: Path) -> None:
     levels = [ops("ggml-cpu", "reference"), *models("ggml-cpu", "reference").values()]
-    result = {"a": "ggml-cpu", "b": "<script>", "model": "a&b.gguf", "pass": True, "experts": {}, "levels": levels}
+    result = report("<script>", levels)
     write_page(tmp_path / "page.html", result)
     text = (tmp_path / "page.html").read_text()
     found = Tags(text)
@@ -362,7 +367,7 @@ def test_the_page_shows_curve_and_histogram_and_fetches_nothing(tmp_path: Path) 
 
 def test_a_page_of_one_level_is_a_page() -> None:
     for level in models("ggml-cpu", "ggml-cpu").values():
-        page = page_of({"a": "x", "b": "y", "model": None, "pass": True, "experts": {}, "levels": [level]})
+        page = page_of(report("y", [level]))
         assert Tags(page).open == []
         assert level["level"] in page
 

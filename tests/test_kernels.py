@@ -37,7 +37,7 @@ from swarmnode.kernels import arm64, store
 from swarmnode.kernels import build as building
 from swarmnode.kernels.build import Builder
 from swarmnode.kernels.matrix import compare_all, tables
-from swarmnode.kernels.mixed import run_mixed, worker_row
+from swarmnode.kernels.mixed import is_measured, run_mixed, worker_row
 from swarmnode.kernels.recipes import RECIPES, SHIM, Need, Part
 from swarmnode.kernels.store import is_built, kernels_called, launch_of
 from tests.documents import first_codes, section
@@ -327,6 +327,18 @@ def test_what_a_worker_of_a_mixed_swarm_says_is_documented() -> None:
     listed = section("status.md", "`swarmctl kernels`").split("`swarmctl kernels swarm --json`")[1]
     found = {code.removeprefix("workers[].") for code in first_codes(listed) if code.startswith("workers[].")}
     assert set(worker_row("x64", {"peers": [row]}, "worker-1")) == found
+
+
+def test_a_worker_is_measured_once_all_of_its_types_have_a_class() -> None:
+    def told(error: str | None = None, **classes: str | None) -> list[dict[str, Any]]:
+        weights = [{"type": name, "numeric_class": found} for name, found in classes.items()]
+        return [{"error": error, "weights": weights}]
+
+    assert is_measured(told(q4_1="ab"), {"q4_1"})
+    assert not is_measured(told(q4_1=None), {"q4_1"})
+    assert not is_measured(told(q4_K="ab", f16="cd"), {"q4_K", "f16", "q4_1"}), "before the model was known"
+    assert not is_measured(told(), set()), "nothing is known yet"
+    assert is_measured(told("the device failed"), {"q4_1"})
 
 
 # -- ARM64's Python ---------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from swarmnode import measuring
 from swarmnode.compute import Compute, choose_compute
 from swarmnode.config_sections import ComputeConfig
 from swarmnode.measured import Measured, backends_json, class_of
-from swarmnode.measuring import USUAL, Measuring, measure_in_child
+from swarmnode.measuring import DEADLINES_S, USUAL, Measuring, measure_in_child
 from tests.expert_models import take_apart
 from tests.patience import PATIENCE_S
 
@@ -123,7 +123,8 @@ async def test_a_backend_that_cannot_be_measured_is_told_with_its_reason(tmp_pat
 
 
 async def test_a_child_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring.limits, "MEASURE_SECONDS_MAX", 0.01)
+    monkeypatch.setattr(measuring.limits, "MEASURE_EXTRA_SECONDS_MAX", 0.01)
+    monkeypatch.setattr(measuring, "DEADLINES_S", (0.0,))
     found = await result_of(measuring_of(tmp_path))
     assert "more than" in found.error
 
@@ -161,6 +162,34 @@ async def test_the_models_own_weights_are_measured_when_it_is_known(tmp_path: Pa
     assert [ordered["anew"] for ordered in orders] == [False, False, True]
     assert orders[1]["widths"] == orders[2]["widths"] != orders[0]["widths"]
     assert len(heard) == 2, "the third came after the context"
+
+
+async def test_a_slow_machine_tells_what_it_found_in_time_and_goes_on(tmp_path: Path) -> None:
+    """And what it is at is dropped when something else is wanted."""
+    deadlines: list[float] = []
+    endless = trio.Event()
+
+    async def child(ordered: dict[str, Any]) -> BackendMeasurement:
+        deadlines.append(ordered["deadline_s"])
+        if len(deadlines) == 1:
+            return replace(measurement(q4_K=measured_type("")), complete=False)
+        if len(deadlines) == 2:
+            endless.set()
+            await trio.sleep_forever()
+        return measurement(q4_0=measured_type())
+
+    made = Measuring(ComputeConfig(), choose_compute(ComputeConfig(backend="numpy"), 1), 1, tmp_path, run_child=child)
+    with trio.fail_after(PATIENCE_S):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(made.run)
+            await endless.wait()
+            assert made.busy
+            assert made.current.accumulates_f32()
+            assert not made.current.numeric_class()
+            made.for_model(take_apart("qwen3moe", "q4_0").manifest.layers)
+            assert (await made.wait()).numeric_class()
+            nursery.cancel_scope.cancel()
+    assert deadlines == [DEADLINES_S[0], DEADLINES_S[1], DEADLINES_S[0]]
 
 
 # -- the value ---------------------------------------------------------------------------------------------------------
@@ -203,4 +232,4 @@ def test_bfloat16_is_told_as_eight_bits() -> None:
 
 async def test_a_child_that_fails_is_an_error_that_says_how() -> None:
     with pytest.raises(Internal, match=r"KeyError.*'compute'"):
-        await measure_in_child({"fast": False})
+        await measure_in_child({"fast": False, "deadline_s": 1.0})

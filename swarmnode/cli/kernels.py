@@ -110,6 +110,7 @@ def swarm(
     half-precision arithmetic. Default: haswell x64.
     """
     from swarmnode.cli.progress import ProgressLine
+    from swarmnode.cli.render_equivalence import CLASS_CHARS
     from swarmnode.kernels.mixed import PROMPT, run_mixed
 
     with ProgressLine() as progress, common.without_daemon():
@@ -121,7 +122,8 @@ def swarm(
         common.print_json(result)
         return
     for row in result["workers"]:
-        found = f"sums {row['accumulation']}, activations {row['source']}, {row['experts_held']} experts"
+        found = f"class {(row['numeric_class'] or 'not known')[:CLASS_CHARS]}, sums {row['accumulation']}"
+        found += f", activations {row['source']}, {row['experts_held']} experts"
         same = "the leader's bits" if row["bit_identical_to_leader"] else "other bits than the leader's"
         click.echo(f"{row['kernel']:20} {row['state']}; {found}; {row['dispatches']} dispatches; {same}")
     count, first = len(result["answer"]["tokens"]), result["first_difference"]

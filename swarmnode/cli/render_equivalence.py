@@ -8,7 +8,7 @@ from typing import Any, Final
 from rich.table import Table
 
 from swarmnode.cli.render import console as open_console
-from swarmnode.equivalence.page import pair_words
+from swarmnode.equivalence.page import pair_words, restart_words
 from swarmnode.printable import printable_line
 
 CLASS_CHARS = 8  # of a numeric class: enough to tell a swarm's apart
@@ -35,6 +35,9 @@ def print_equivalence(result: Mapping[str, Any]) -> None:
     for side, share in result["experts"].items():
         if share is not None:
             console.print(printable_line(f"{side.upper()}: {share_line(share)}"))
+    for side, reasons in result["restarts"].items():
+        if reasons:
+            console.print(printable_line(f"{side.upper()}: {restart_words(reasons)}"))
     for level in result["levels"]:
         console.print(f"\n{level['level']}: {WORDS[level['pass']]}")
         if reason := level.get("reason"):

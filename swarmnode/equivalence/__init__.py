@@ -2,6 +2,7 @@
 
     targets    what can be compared, by name, and what of it can be switched
     peers      peers as targets: by name, and what they compute by way of this machine's daemon
+    restarts   kernels whose process ended, started anew
     recipes    what the level op computes, by name, so that another machine can compute the same
     ops        the level op: single operators, by weight type and batch width
     causes     what an operator's difference comes from, by a reference with switches

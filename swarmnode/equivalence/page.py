@@ -44,7 +44,11 @@ def write_page(path: Path, result: Mapping[str, Any]) -> None:
 
 def page_of(result: Mapping[str, Any]) -> str:
     title = f"{result['a']} and {result['b']}"
-    return _page(title, [f"<p>Model: {escape(result['model'] or 'none')}</p>", *_sections(result)])
+    parts = [f"<p>Model: {escape(result['model'] or 'none')}</p>"]
+    for side, reasons in result["restarts"].items():
+        if reasons:
+            parts.append(f"<p>{side.upper()}: {escape(restart_words(reasons))}</p>")
+    return _page(title, [*parts, *_sections(result)])
 
 
 def page_of_all(result: Mapping[str, Any]) -> str:
@@ -93,6 +97,12 @@ def pair_words(pair: Mapping[str, Any]) -> str:
     if all(row["bit_identical"] for row in ops):
         return f"{verdict}, same bits"
     return f"{verdict}, {max(float(row['relative_l2']) for row in ops):.0e}"
+
+
+def restart_words(reasons: Sequence[str]) -> str:
+    """What became of kernels that ended in the middle."""
+    times = "once" if len(reasons) == 1 else f"{len(reasons)} times"
+    return f"its kernels ended and were started anew {times}, last since {reasons[-1]}"
 
 
 def _page(title: str, parts: Sequence[str]) -> str:

@@ -1,7 +1,8 @@
 """`swarmctl equivalence A B`: all six levels of two targets, or those that were asked for.
 
 Where a side is a peer, a level may not be to be had: the peer holds no experts, is busy, or there is no model here. The
-report then says so and passes no judgement (`pass` is None), and the other levels go on.
+report then says so and passes no judgement (`pass` is None), and the other levels go on. So they do where kernels fail
+again and again, which is a failure of theirs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from backends.llama import start_library
 from capabilities.equivalence import LEVELS
-from capabilities.errors import NoDaemon, PeerMistake, SwarmError, UsageError
+from capabilities.errors import KernelFailed, NoDaemon, PeerMistake, SwarmError, UsageError
 from swarmnode.equivalence.answers import generation
 from swarmnode.equivalence.divergence import add_divergence
 from swarmnode.equivalence.ops import op_level
@@ -75,6 +76,7 @@ def run_equivalence(
         "model": None if file is None else file.name,
         "pass": verdict_of(level["pass"] for level in found),
         "experts": of_models.shares,
+        "restarts": {"a": one.restarts.reasons, "b": other.restarts.reasons},
         "levels": sorted(found, key=lambda level: LEVELS.index(level["level"])),
     }
 
@@ -88,17 +90,18 @@ def verdict_of(passes: Iterable[bool | None]) -> bool | None:
 def levels_of_pair(
     a: Target, b: Target, names: Sequence[str], compute: Callable[[], Iterable[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """What `compute` gives, or, with a peer among the sides, levels without a verdict that say why there is none."""
+    """What `compute` gives, or levels that say why they are missing, where a peer or kernels are the reason."""
     found: list[dict[str, Any]] = []
     try:
         found.extend(compute())  # what came before an error stays
     except (UsageError, NoDaemon):
         raise
     except SwarmError as error:
-        if a.afar is None and b.afar is None:
+        here = a.afar is None and b.afar is None
+        if here and not isinstance(error, KernelFailed):
             raise
-        # Bytes that are no answer are the peer's fault; all else says nothing of its numbers.
-        passed = False if isinstance(error, PeerMistake) else None
+        # Kernels that end, and bytes that are no answer, are a side's fault; all else says nothing of its numbers.
+        passed = False if here or isinstance(error, PeerMistake) else None
         known = [level["level"] for level in found]
         missing = [name for name in names if name not in known]
         found += [{"level": name, "pass": passed, "reason": error.message, "tolerance": None} for name in missing]

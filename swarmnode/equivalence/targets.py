@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Final
 
@@ -22,7 +22,8 @@ from capabilities.precision import Verdict
 from swarmnode.compute import load_factory
 from swarmnode.equivalence.peers import PREFIX, PeerRow, RemotePeer, Swarm, no_swarm
 from swarmnode.equivalence.recipes import Recipe, Sizes, compute, type_of
-from swarmnode.kernels.store import kernels_called, launch_of
+from swarmnode.equivalence.restarts import RestartedExperts, RestartedRows, Restarts
+from swarmnode.kernels.store import KernelTarget, kernels_called, launch_of
 
 _FACTORY: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _RESERVED: Final = ("reference",)  # no module, whatever stands behind the colon
@@ -39,6 +40,7 @@ class Target:
     make: its kernels, on this machine. rows: softmax and norms, None where a target computes experts alone.
     results: what both compute, where that is kept. setting: what the reference is switched to, for one of those.
     afar: the peer that computes in place of this machine; `make` is then what stands in for experts that it lacks.
+    restarts: of its process, where it has one of its own.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Target:
     afar: RemotePeer | None = None
     results: Callable[[Recipe], list[F32]] | None = None
     setting: Setting | None = None
+    restarts: Restarts = field(default_factory=Restarts)
 
     @property
     def computes_rows(self) -> bool:
@@ -126,8 +129,7 @@ def find_target(name: str, swarm: Callable[[], Swarm] = no_swarm, sizes: Sizes =
         device = Device(devices[name], threads=_THREADS)
         return Target(name, lambda: GgmlExperts(device), GgmlRows(device))
     if kernels := kernels_called(name):
-        process = KernelProcess(launch_of(kernels.variant), threads=_THREADS)
-        return Target(name, lambda: process.experts(ask_f32=kernels.ask_f32), process)
+        return _in_a_process(name, kernels)
     if _FACTORY.fullmatch(name) and name.partition(":")[0] not in _RESERVED:
         make = load_factory(name)
         return Target(name, lambda: make(threads=_THREADS))
@@ -136,6 +138,15 @@ def find_target(name: str, swarm: Callable[[], Swarm] = no_swarm, sizes: Sizes =
         hint=f"Choose from: {', '.join([*devices, *_REFERENCES])}; {PREFIX}NAME, a peer of the swarm; kernels of"
         " `swarmctl kernels list`; or a class of your own as module:Class.",
     )
+
+
+def _in_a_process(name: str, kernels: KernelTarget) -> Target:
+    process, restarts = KernelProcess(launch_of(kernels.variant), threads=_THREADS), Restarts()
+
+    def make() -> ExpertBackend:
+        return RestartedExperts(process.experts(ask_f32=kernels.ask_f32), restarts)
+
+    return Target(name, make, RestartedRows(process, restarts), restarts=restarts)
 
 
 def peer_target(swarm: Swarm, row: PeerRow, sizes: Sizes) -> Target:

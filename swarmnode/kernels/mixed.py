@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +27,7 @@ from swarmnode.undivided import Undivided
 EMULATED: Final = "arm64"
 PROMPT: Final = "Why is sleep important?"
 START_S: Final = 300.0  # of an emulated daemon: its imports alone take half a minute
-MEASURED_S: Final = 120.0  # limits.MEASURE_SECONDS_MAX, and its word's way; without a result the answer goes on
+MEASURED_S: Final = 900.0  # both of measuring.DEADLINES_S and their children's starts; then the answer goes on without
 READY_S: Final = 1200.0  # experts are hashed and loaded under the emulator as well
 CONTEXT_TOKENS: Final = 512
 WORKERS_MAX: Final = 8
@@ -90,19 +90,27 @@ def _set_up(node: LocalNode, word: str) -> None:
 
 
 def _wait_measured(swarm: LocalSwarm, progress: Progress) -> None:
-    """Until every worker has said what its kernels were measured to do, or that they could not be."""
-    ends_at = time.monotonic() + MEASURED_S
+    """Until every worker has a numeric class for each of the model's weight types, or says why it has none."""
+    ends_at, names = time.monotonic() + MEASURED_S, [node.name for node in swarm.workers]
     while time.monotonic() < ends_at:
-        rows = [peer for peer in swarm.leader.status()["peers"] if "worker" in peer["roles"]]
-        found = [row for row in rows if any(map(_is_measured, row["backends"]))]
-        if len(found) == len(rows):
+        rows = [swarm.leader.call("peer", name=name)["backends"] for name in names]
+        types = [{weight["type"] for backend in backends for weight in backend["weights"]} for backends in rows]
+        found = sum(is_measured(backends, set.union(*types)) for backends in rows)
+        if found == len(rows):
             return
-        progress("measuring kernels", len(found), len(rows))
+        progress("measuring kernels", found, len(rows))
         time.sleep(_LOOK_S)
 
 
-def _is_measured(backend: Mapping[str, Any]) -> bool:
-    return bool(backend["error"]) or backend["accumulation"]["measured"] != "unknown"
+def is_measured(backends: Sequence[Mapping[str, Any]], types: Collection[str]) -> bool:
+    """Whether a peer has told the class of all these weight types, or that it cannot.
+
+    types: all that any worker has told of, since before a model is known others are measured.
+    """
+    if any(backend["error"] for backend in backends):
+        return True
+    known = {weight["type"] for each in backends for weight in each["weights"] if weight["numeric_class"]}
+    return bool(types) and known == set(types)
 
 
 def worker_row(word: str, status: Mapping[str, Any], name: str) -> dict[str, Any]:
