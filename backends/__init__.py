@@ -41,6 +41,7 @@ What a backend does, measured
     numeric_class    a fingerprint of a backend's arithmetic, from inputs that hit rounding ties
     probe_weights    layers made for measuring, byte by byte
     crafted_rows     activations that tell in service how a peer accumulates
+    coarse_experts   rows under every coarser arithmetic that is known (known_roundings: of activations)
 
 Nothing is imported here, since half of these modules load llama.cpp. No other package may load it.
 """

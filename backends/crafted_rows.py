@@ -21,6 +21,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
+from backends.coarse_experts import coarse_rows
 from backends.experts import F32, ReadSlice
 from backends.manifest import LayerExperts
 from backends.numpy_functions import Rows
@@ -82,6 +83,7 @@ def references(layer: LayerExperts, program: ExpertProgram, expert: int, read: R
             under(_ShortBlocks("float32", quantize_activations=True)),
         ),
         halves=under(NumpyExperts("float16")),
+        coarse=lambda rows: (every[rows] for every in coarse_rows(layer, program, expert, read, x)),
     )
 
 

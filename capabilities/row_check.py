@@ -18,6 +18,7 @@ or so finely interleaved that they do no harm. F16 is a reason for more checks a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -36,17 +37,23 @@ _SEPARATE: Final = 3.0  # half-precision sums must stretch so many times more th
 _ANOTHER_FUNCTION: Final = 0.3
 
 
+def _none_known(rows: NDArray[np.intp]) -> Iterable[Rows]:
+    return ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RowReferences:
     """The same rows under several arithmetics, each [rows, n_out].
 
     exact: float64. rounded: sums in F32 (or better), activations rounded as known kernels do; the first to F16.
-    halves: sums in half precision.
+    halves: sums in half precision. coarse: for these of the rows [R], what each coarser arithmetic gives that is known,
+    one after the other: there are many, so each is computed when it is asked for.
     """
 
     exact: Rows
     rounded: tuple[Rows, ...]
     halves: Rows
+    coarse: Callable[[NDArray[np.intp]], Iterable[Rows]] = _none_known
 
     def judge(self, answer: Rows) -> Precision:
         """F32 or F16 as the precision of the answer's sums, or UNKNOWN. The answer is [rows, n_out], as `exact` is."""

@@ -13,6 +13,11 @@ that adds in F32:
 A row in which one value outweighs the others may be wrong by that and only be rounded the other way: it counts as
 coarse, too, up to twice what rounding activations does to it, unless more rows of the answer are wrong than not.
 
+Kernels that round activations more coarsely than this machine's (backends/known_roundings.py: one step for a whole row,
+8-bit floating point, four bits) are as far off as wrong weights are. But what each would answer can be computed. A row
+that would be wrong or odd meets all of them, and is coarse if one of them is off in just that direction: an error that
+knows nothing of a rounding is no nearer to what it gives than the exact row is. Such peers are unfit, and no cheats.
+
 Small errors that are no rounding hide among the coarse rows. A row is `odd` if d is more than FAR_TIMES h, or nearly
 all of d is a wrong length where no neuron is known to take the error of all. One odd row says nothing: a code at a tie
 may do that, or half-precision sums that were lucky in h. How many rows are odd tells (scheduler/audits.py).
@@ -20,7 +25,7 @@ may do that, or half-precision sums that were lucky in h. How many rows are odd 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any, Final
@@ -46,6 +51,11 @@ _ALONG_HALVES: Final = 1 / 2  # of h, where a hot neuron makes sums themselves l
 # A code at a tie is half a step off, whichever side it falls on, and the sides are a step apart. Where one value of a
 # row outweighs the others, that is most of what rounding does to it, and may be a wrong length and nothing else.
 _FLIP_TIMES: Final = 2.0
+# What a known coarse arithmetic leaves of an error. One that knows nothing of it leaves all, and more; its own leaves a
+# thousandth, or a code or two at ties.
+_WELL_EXPLAINED: Final = 1 / 8
+_EXPLAINED: Final = 1 / 2
+_ODD_ASKS: Final = 1 / 2  # of an answer's rows: fewer convict nobody, and to take rows apart takes long
 _LENGTH_MIN: Final = 1e-4  # below, no kernel need be that exact
 
 
@@ -128,10 +138,28 @@ def _grade_far(y: F64, from_own: F64, own: F64, references: RowReferences, terms
     along = max(_ALONG, _ALONG_SIGMAS / np.sqrt(y.shape[1]))
     stretched = (length >= along * nearest) & (nearest > _LENGTH_MIN) & ~hot
     odd = wrong | (~within & ((ratio > FAR_TIMES) | stretched))
+    if wrong.any() or odd.sum() > _ODD_ASKS * len(odd):
+        rows = np.flatnonzero(odd)
+        share = _unexplained(y[rows], exact[rows], references.coarse(rows))
+        wrong[rows[share <= _EXPLAINED]] = False
+        odd[rows[share <= _WELL_EXPLAINED]] = False
     if excused.sum() <= agreeing + (~wrong).sum():  # else it is no accident of single rows
         wrong &= ~excused
     grade = np.where(wrong, Grade.WRONG, np.where(within, Grade.WITHIN, Grade.COARSE)).astype(np.int8)
     return Graded(grade, nearest, ratio, odd)
+
+
+def _unexplained(y: F64, exact: F64, coarse: Iterable[NDArray[Any]]) -> F64:
+    """Of how far each row is off from the exact one: the share that no known coarse arithmetic is off by, too."""
+    least = np.full(len(y), np.inf)
+    for each in coarse:
+        c = each.astype(np.float64)
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            share = np.linalg.norm(y - c, axis=1) / np.linalg.norm(c - exact, axis=1)
+        least = np.fmin(least, share)
+        if (least <= _WELL_EXPLAINED).all():
+            break
+    return least
 
 
 def _rounding(references: RowReferences) -> F64:

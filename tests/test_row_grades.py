@@ -52,7 +52,8 @@ class Expert:
 
     def refer(self, rows: NDArray[np.intp]) -> RowReferences:
         known = self._known
-        return RowReferences(known.exact[rows], tuple(r[rows] for r in known.rounded), known.halves[rows])
+        rounded = tuple(r[rows] for r in known.rounded)
+        return RowReferences(known.exact[rows], rounded, known.halves[rows], lambda some: known.coarse(rows[some]))
 
     def grade(self, answer: F32) -> Graded:
         return grade_rows(answer, self.own, self.refer, HIDDEN)

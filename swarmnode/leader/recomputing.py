@@ -10,7 +10,7 @@ Nothing here awaits, and nothing here imports what does: it runs in a process of
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,7 +32,7 @@ from swarmnode.leader.own_experts import OwnExperts
 JUDGE_BYTES_MAX: Final = 128 << 20  # of experts kept: those that many tokens choose come again and again
 FAR_EXPERTS_MAX: Final = 2  # of one answer: each is taken apart in NumPy, some tenths of a second for a large one
 HALVES: Final = frozenset({1, 30})  # F16, BF16: this node's own kernels may add their products in half precision
-_PLAINLY_WRONG: Final = 0.3  # relative L2: no reference could be nearer than the limit of capabilities/row_grades.py
+_PLAINLY_WRONG: Final = 0.95  # relative L2: zeros are 1; activations of four bits, the coarsest known, 0.86 at most
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,27 +143,27 @@ class Recomputing:
     def _references(self, sample: Sample, units: NDArray[np.intp]) -> RowReferences:
         """Every known arithmetic for these rows, or sums, of the answer."""
         rows = np.flatnonzero(np.isin(sample.units, units))
-        x, experts = sample.sent()[sample.tokens[rows]], sample.experts[rows]
-        parts: dict[int, RowReferences] = {}
-        for expert in np.unique(experts).tolist():
-            parts[expert] = self._references_of(sample.layer, expert, x[experts == expert])
+        experts = sample.experts[rows]
+        x = sample.sent()[sample.tokens[rows]]
+        each = np.unique(experts).tolist()
+        parts = {expert: self._references_of(sample.layer, expert, x[experts == expert]) for expert in each}
 
         def gather(under: Callable[[RowReferences], Rows]) -> NDArray[np.float64]:
-            values = np.empty((len(rows), sample.layer.n_out))
-            for expert, part in parts.items():
-                values[experts == expert] = under(part)
-            if sample.weights is None:
-                return values
-            weighted = values * sample.weights[rows, None].astype(np.float64)
-            return np.add.reduceat(weighted, np.unique(sample.units[rows], return_index=True)[1], axis=0)
+            return _gathered(sample, rows, {expert: under(part) for expert, part in parts.items()})
 
         def rounded(number: int) -> NDArray[np.float64]:
             return gather(lambda part: part.rounded[number])
 
-        count = len(next(iter(parts.values())).rounded)
-        return RowReferences(
-            gather(lambda part: part.exact), tuple(map(rounded, range(count))), gather(lambda part: part.halves)
-        )
+        def coarse(some: NDArray[np.intp]) -> Iterator[NDArray[np.float64]]:
+            wanted = np.isin(sample.units[rows], units[some])
+            of = {expert: np.flatnonzero(wanted[experts == expert]) for expert in each}
+            ways = {expert: parts[expert].coarse(those) for expert, those in of.items() if len(those)}
+            for values in zip(*ways.values(), strict=True):
+                yield _gathered(sample, rows[wanted], dict(zip(ways, values, strict=True)))
+
+        count = len(parts[each[0]].rounded)
+        exact, halves = gather(lambda part: part.exact), gather(lambda part: part.halves)
+        return RowReferences(exact, tuple(map(rounded, range(count))), halves, coarse)
 
     def _references_of(self, layer: LayerExperts, expert: int, x: F32) -> RowReferences:
         program = ExpertProgram.from_bytes(self._manifest.programs[layer.program])
@@ -191,6 +191,17 @@ class _Compared:
     own: F32
     graded: Graded
     doubtful: NDArray[np.bool_]
+
+
+def _gathered(sample: Sample, rows: NDArray[np.intp], of: Mapping[int, Rows]) -> NDArray[np.float64]:
+    """The sample's answer to these of its rows, from each expert's own rows, in their order."""
+    experts, values = sample.experts[rows], np.empty((len(rows), sample.layer.n_out))
+    for expert, part in of.items():
+        values[experts == expert] = part
+    if sample.weights is None:
+        return values
+    weighted = values * sample.weights[rows, None].astype(np.float64)
+    return np.add.reduceat(weighted, np.unique(sample.units[rows], return_index=True)[1], axis=0)
 
 
 def _choose(sample: Sample, units: NDArray[np.intp]) -> NDArray[np.intp]:
