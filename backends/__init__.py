@@ -4,6 +4,7 @@ A model's file
     gguf_file        a GGUF, single or split, checked before llama.cpp sees it (gguf_header, gguf_checks, gguf_types)
     expert_tensors   which tensors are routed experts, and what shapes they have
     trunk_file       the same file with its experts shrunk to width 1
+    whole_file       the way back: trunk and experts as one file again
     manifest         a model by content: trunk, experts, programs, hashes (canonical reads it from a peer)
     expert_source    experts' bytes out of the model's own file, and their hashes
     add_model        from a file to a folder that can be served, in a child process (child, learn)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -159,22 +159,20 @@ def _shrunk(info: TensorInfo) -> TensorInfo:
 
 def _write(gguf: GGUFFile, target: Path, form: TrunkForm, progress: Progress | None, with_data: bool) -> None:
     tensors = [_shrunk(info) for info in gguf.tensors.values()]
-    alignment = gguf.metadata.get("general.alignment", gt.DEFAULT_ALIGNMENT)
-    assert isinstance(alignment, int)
-    header, offsets, end = _header(gguf, form, tensors, alignment)
+    header, offsets, end = header_of(gguf, form.changes, tensors)
     placed = zip(tensors, offsets, strict=True) if with_data else ()
     copied = [(new, offset) for new, offset in placed if new == gguf.tensors[new.name]]
     total = sum(info.nbytes for info, _ in copied)
     try:
         with replacing(target) as partial, partial.open("wb", buffering=0) as file:
-            _write_all(file, memoryview(header))
+            write_all(file, memoryview(header))
             done, buffer = 0, memoryview(bytearray(COPY_BYTES))
             for info, offset in copied:
                 file.seek(offset)
                 for begin in range(0, info.nbytes, COPY_BYTES):
                     piece = buffer[: min(COPY_BYTES, info.nbytes - begin)]
                     gguf.read_into(info, begin, piece)
-                    _write_all(file, piece)
+                    write_all(file, piece)
                     done += piece.nbytes
                     if progress is not None:
                         progress(done, total)
@@ -184,10 +182,14 @@ def _write(gguf: GGUFFile, target: Path, form: TrunkForm, progress: Progress | N
         raise UsageError(f"cannot write {target}: {error.strerror}", hint=hint, path=str(target)) from error
 
 
-def _header(gguf: GGUFFile, form: TrunkForm, tensors: list[TensorInfo], alignment: int) -> tuple[bytes, list[int], int]:
-    """(header, absolute offset of each tensor, size of the file)."""
+def header_of(
+    gguf: GGUFFile, changes: Sequence[Change], tensors: Sequence[TensorInfo]
+) -> tuple[bytes, list[int], int]:
+    """(header, absolute offset of each tensor, size of the file) of a file like `gguf` with these changes."""
+    alignment = gguf.metadata.get("general.alignment", gt.DEFAULT_ALIGNMENT)
+    assert isinstance(alignment, int)
     keys = {key: gguf.raw_metadata(key) for key in gguf.metadata if not key.startswith(_SPLIT_KEYS)}
-    keys |= {change.key: change.to_bytes() for change in form.changes}
+    keys |= {change.key: change.to_bytes() for change in changes}
     pieces = [gt.MAGIC, struct.pack("<IQQ", gt.VERSIONS[-1], len(tensors), len(keys))]
     for key, value in keys.items():
         pieces += [_text(key), value]
@@ -207,7 +209,8 @@ def _text(value: str) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-def _write_all(file: BinaryIO, data: memoryview) -> None:
+def write_all(file: BinaryIO, data: memoryview) -> None:
+    """Write every byte to an unbuffered file."""
     done = 0
     while done < data.nbytes:
         done += file.write(data[done:])

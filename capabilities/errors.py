@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 Json = Any
 _TEXT_LIMIT = 2_000
 _DETAIL_KEYS = frozenset(
-    {"layer", "experts", "peer", "cause", "request_id", "retry_after_s", "path", "term", "parameter"}
+    {"layer", "experts", "peer", "cause", "request_id", "retry_after_s", "path", "term", "parameter", "model_bytes"}
 )
 _LIST_LIMIT = 4_096
 

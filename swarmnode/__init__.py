@@ -16,7 +16,8 @@ Start with `daemon` (everything that runs, on one page), then `leader` and `work
                       explaining: one peer; swarm_answers: in a swarm)
     api               the same over HTTP, for OpenAI's clients, pages and monitors
     models            the models that this node knows; model_check judges one before it is added
-    model_keeper      fetches the one that the swarm serves; model_choice says which one a leader serves
+    model_keeper      fetches the one that the swarm serves; model_choice says which one a leader serves;
+                      fetch_model: all of it, in one file
 
     wire, limits                                        frames, and every bound with its reason
     expert_messages, member_messages, prompt_messages   what the frames say (shards.messages: the fourth; prompt_frames:

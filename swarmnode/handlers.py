@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ from swarmnode.chat_messages import Message, chat
 from swarmnode.control import ControlReply
 from swarmnode.kept_requests import KeptRequest, KeptRequests
 from swarmnode.leader.service import Leader
-from swarmnode.models import Models
+from swarmnode.models import Models, OnProgress
 from swarmnode.prompt_messages import Alive, Ask, Done, Failed, Queued, Token, loggable, new_request_id, new_seed
 
 _log = structlog.get_logger(__name__)
@@ -65,6 +66,9 @@ class Services(Protocol):
 
     async def use_model(self, name: str) -> Mapping[str, Any]:
         """Make one of this node's models the one that the swarm serves."""
+
+    async def fetch_model(self, target: Path, bytes_max: int | None, progress: OnProgress) -> Mapping[str, Any]:
+        """Have the model that the swarm serves, whole, in one file (fetch_model.py)."""
 
     def check_may_add(self) -> None:
         """UsageError unless models are added and removed on this node."""
@@ -107,6 +111,7 @@ class Handlers:
             "model_add": self.model_add,
             "model_list": self.model_list,
             "model_show": self.model_show,
+            "model_fetch": self.model_fetch,
             "model_use": self.model_use,
             "model_remove": self.model_remove,
         }
@@ -216,33 +221,16 @@ class Handlers:
         if name is not None and not isinstance(name, str):
             raise UsageError("a model's name is a text")
         self._services.check_may_add()
-        if not os.path.isabs(path):
-            raise UsageError(
-                f"{path} is no absolute path", hint="The daemon runs in another folder: name the file in full."
-            )
-        send, receive = trio.open_memory_channel[tuple[str, int, int]](64)
-
-        def progress(step: str, done: int, total: int) -> None:
-            with contextlib.suppress(trio.WouldBlock):  # a slow terminal sees fewer steps
-                send.send_nowait((step, done, total))
-
-        async def show() -> None:
-            async for step, done, total in receive:
-                await reply.event("progress", step=step, done=done, total=total)
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(show)
-            with send:
-                try:
-                    result = await self._models.add(Path(path), name, progress)
-                except SwarmError as error:
-                    failure: SwarmError | None = error
-                else:
-                    failure = None
-        if failure is not None:
-            raise failure
+        result = await _shown(reply, partial(self._models.add, _absolute(path), name))
         self._services.models_changed()
         return result
+
+    async def model_fetch(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
+        """Have the model that the swarm serves, whole, in a file that does not exist yet."""
+        path, bytes_max = _absolute(_text(params, "path")), params.get("bytes_max")
+        if bytes_max is not None and (not isinstance(bytes_max, int) or isinstance(bytes_max, bool)):
+            raise UsageError("bytes_max is a whole number")
+        return await _shown(reply, partial(self._services.fetch_model, path, bytes_max))
 
     async def model_list(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
         found = await trio.to_thread.run_sync(self._models.summaries)
@@ -268,6 +256,38 @@ class Handlers:
 
     def _mark(self, model: dict[str, Any]) -> dict[str, Any]:
         return {**model, "active": model["id"] == self._services.active_model()}
+
+
+def _absolute(path: str) -> Path:
+    if not os.path.isabs(path):
+        raise UsageError(f"{path} is no absolute path", hint="The daemon runs elsewhere: name the file in full.")
+    return Path(path)
+
+
+async def _shown(
+    reply: ControlReply, work: Callable[[OnProgress], Awaitable[Mapping[str, Any]]]
+) -> Mapping[str, Any]:
+    """Do some work, and tell how far it is."""
+    send, receive = trio.open_memory_channel[tuple[str, int, int]](64)
+
+    def progress(step: str, done: int, total: int) -> None:
+        with contextlib.suppress(trio.WouldBlock):  # a slow terminal sees fewer steps
+            send.send_nowait((step, done, total))
+
+    async def show() -> None:
+        async for step, done, total in receive:
+            await reply.event("progress", step=step, done=done, total=total)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(show)
+        with send:
+            try:
+                result: Mapping[str, Any] | SwarmError = await work(progress)
+            except SwarmError as error:
+                result = error
+    if isinstance(result, SwarmError):
+        raise result
+    return result
 
 
 def _result(

@@ -26,6 +26,7 @@ from swarmnode.backbone.kept import Kept, LeaderRecord
 from swarmnode.config import Config
 from swarmnode.durable import next_counter
 from swarmnode.explaining import Known, explain, find_peer
+from swarmnode.fetch_model import Origin, fetch_model
 from swarmnode.kept_requests import KeepingAsker, KeptRequests
 from swarmnode.leader.protocols import LeaderProtocols
 from swarmnode.leader.service import Leader
@@ -33,7 +34,7 @@ from swarmnode.leader.trunk import Trunks
 from swarmnode.leadership import NamedLeader
 from swarmnode.machine_parts import MachineParts
 from swarmnode.model_choice import ModelChoice
-from swarmnode.models import Models
+from swarmnode.models import Models, OnProgress
 from swarmnode.net.interface import Network, PeerId
 from swarmnode.paths import Paths
 from swarmnode.pinger import serve_pings
@@ -75,6 +76,9 @@ class _NamedNode:
     async def use_model(self, name: str) -> Mapping[str, Any]:
         hint = f'Set model = "{name}" under [leader] in the leader\'s configuration, and restart it.'
         raise UsageError("the configuration names the model here", hint=hint)
+
+    async def fetch_model(self, target: Path, bytes_max: int | None, progress: OnProgress) -> Mapping[str, Any]:
+        raise UsageError("this node has the model's file: it leads with it")
 
     def active_model(self) -> str | None:
         active = None if self.leader is None else self.leader.active
@@ -194,6 +198,7 @@ class NamedWorkerNode(_NamedNode):
         self.models = models
         self._network = network
         self._leader = leader
+        self._cache = parts.cache
         # Nothing is measured where nothing is chosen by it; the probe compares what counts.
         hello = replace(parts.hello(), accumulates_f32=True, measuring=False)
         self._worker = Worker(network, leader, lambda: hello, parts.cache, parts.budget_bytes, parts.compute.make)
@@ -232,6 +237,13 @@ class NamedWorkerNode(_NamedNode):
     def check_may_add(self) -> None:
         hint = "Run the command on the leader's machine."
         raise UsageError("this node is a worker; only the leader adds models", hint=hint)
+
+    async def fetch_model(self, target: Path, bytes_max: int | None, progress: OnProgress) -> Mapping[str, Any]:
+        origin = Origin(self._network, self.active_model() or "", [self._leader.leader.peer])
+        return await fetch_model(origin, self.models, self._cache, target, bytes_max, progress)
+
+    def active_model(self) -> str | None:
+        return None if (manifest := self._worker.manifest) is None else manifest.id
 
     async def run(self) -> None:
         await self._worker.run()

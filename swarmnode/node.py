@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import structlog
@@ -18,11 +19,12 @@ from capabilities.errors import NotReady, UsageError
 from swarmnode.asker import Asker
 from swarmnode.comparing.asking import Asking
 from swarmnode.config import Config
+from swarmnode.fetch_model import fetch_model
 from swarmnode.identity import Identity
 from swarmnode.kept_requests import KeepingAsker, KeptRequests
 from swarmnode.leader.service import Leader
 from swarmnode.machine_parts import MachineParts
-from swarmnode.models import Models
+from swarmnode.models import Models, OnProgress
 from swarmnode.net.interface import ListenFailed
 from swarmnode.net.kademlia import open_kademlia
 from swarmnode.net.libp2p_host import Libp2pNetwork, open_libp2p_network
@@ -211,6 +213,10 @@ class Node:
 
     async def use_model(self, name: str) -> Mapping[str, Any]:
         return await self._need_part().use_model(name)
+
+    async def fetch_model(self, target: Path, bytes_max: int | None, progress: OnProgress) -> Mapping[str, Any]:
+        origin = self._need_part().answers.origin()
+        return await fetch_model(origin, self.models, self._parts.cache, target, bytes_max, progress)
 
     def check_may_add(self) -> None:
         """Models are added on backbone peers: they are who may lead with them."""

@@ -12,10 +12,11 @@ from capabilities.advert_content import AdvertContent
 from capabilities.errors import UsageError
 from swarmnode.backbone.leader_watch import LeaderWatch
 from swarmnode.explaining import Known, explain, find_peer
+from swarmnode.fetch_model import Origin
 from swarmnode.leader.protocols import LeaderProtocols
 from swarmnode.leader.service import Leader
 from swarmnode.mesh import SwarmMesh
-from swarmnode.net.interface import Network
+from swarmnode.net.interface import Network, PeerId
 from swarmnode.status import LeaderStatus, NodeFacts, Status, counters
 from swarmnode.status_service import NodeStatus, ask_leader, placement_request
 from swarmnode.swarm.advert_node import SwarmAdverts
@@ -108,6 +109,22 @@ class SwarmAnswers:
             record.bans.is_banned(peer),
         )
         return explain(peer, status, known)
+
+    def origin(self) -> Origin:
+        """Whence the model comes that the swarm serves: backbone peers may have all of it, the leader first."""
+        record, adverts, model = self._store.need(), self._adverts(), self.active_model() or ""
+        connected, backbone = self._network.connected_peers(), set(record.backbone.peers)
+        leader = self._watch.leader
+        sources = sorted(backbone & set(connected), key=lambda peer: leader is None or peer != leader.peer)
+        others = {} if adverts is None else adverts.peers()
+        holdings = {
+            peer: held
+            for peer in connected
+            if peer in others
+            for held in others[peer].advert.content.held
+            if held.model == model
+        }
+        return Origin(self._network, model, [PeerId(peer) for peer in sources], holdings)
 
     def active_model(self) -> str | None:
         """The id of the manifest that the swarm serves."""

@@ -18,7 +18,7 @@ from capabilities.errors import SwarmError
 from swarmnode.kept_requests import KeptRequest, token_hash
 
 _CONTEXT_STEP: Final = 256  # llama.cpp rounds a context up to this
-_HEADROOM: Final = 1.1  # a model's file, and what llama.cpp needs beside it
+HEADROOM: Final = 1.1  # a model's file, and what llama.cpp needs beside it
 
 Json = dict[str, Any]
 
@@ -84,7 +84,7 @@ def why_not_here(file: Path) -> str | None:
         return f"{file}: {error.strerror}"
     nbytes = sum(part.stat().st_size for part in _parts(file)) or first
     free = psutil.virtual_memory().available
-    if nbytes * _HEADROOM > free:
+    if nbytes * HEADROOM > free:
         return f"the model has {nbytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of this machine's memory are free"
     return None
 

@@ -42,7 +42,7 @@ from tests.tiny_architectures import KINDS, write_tiny_model
 F16 = 1
 
 
-def _loads(path: Path) -> bool:
+def loads(path: Path) -> bool:
     """True if llama.cpp itself loads the file and makes a context of it."""
     lc.llama_log_set(_quiet, ctypes.c_void_p(0))
     params = lc.llama_model_default_params()
@@ -107,10 +107,10 @@ def test_llama_cpp_loads_the_trunk_and_all_else_is_copied(tmp_path: Path, quanti
         loaded = []
         for form in forms:
             write_outline(gguf, target, form)
-            loaded.append(_loads(target))
+            loaded.append(loads(target))
         assert [form.name for form, good in zip(forms, loaded, strict=True) if good] == ["layer width"]
         write_trunk(gguf, target, forms[0])
-        assert _loads(target)
+        assert loads(target)
         with GGUFFile.open(target) as trunk:
             changed = {"olmoe.feed_forward_length"}
             assert trunk.metadata["olmoe.feed_forward_length"] == [1] * N_LAYERS
@@ -135,10 +135,10 @@ def test_a_form_fits_every_kind_of_expert_block(tmp_path: Path, kind: str) -> No
         tried = []
         for form in trunk_forms(gguf):
             write_outline(gguf, tmp_path / "trunk.gguf", form)
-            tried.append(_loads(tmp_path / "trunk.gguf"))
+            tried.append(loads(tmp_path / "trunk.gguf"))
             if tried[-1]:
                 write_trunk(gguf, tmp_path / "trunk.gguf", form)
-                assert _loads(tmp_path / "trunk.gguf")
+                assert loads(tmp_path / "trunk.gguf")
                 break
         assert any(tried) is (kind != "llama4")  # its shared expert has the experts' width by definition
 
@@ -234,7 +234,7 @@ def test_a_split_model_gives_the_trunk_of_the_whole(tmp_path: Path) -> None:
         write_trunk(gguf, tmp_path / f"{gguf.stem}.trunk.gguf", form)
         write_trunk(whole, tmp_path / "whole.trunk.gguf", form)
     assert (tmp_path / "model.trunk.gguf").read_bytes() == (tmp_path / "whole.trunk.gguf").read_bytes()
-    assert _loads(tmp_path / "model.trunk.gguf")
+    assert loads(tmp_path / "model.trunk.gguf")
 
 
 def test_alignment_is_kept(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from backends.gguf_file import GGUFFile
 from capabilities.errors import NoLeader, UsageError
 from scheduler.requests import Timings, Usage
 from scheduler.sampling import SamplingParams
-from swarmnode.cli import common
+from swarmnode.cli import common, model_at_hand
 from swarmnode.cli.ctl import swarmctl
 from swarmnode.cli.render_requests import print_requests
 from swarmnode.kept_requests import KeepingAsker, KeptRequest, KeptRequests, token_hash
@@ -185,7 +186,7 @@ def run(node: LocalNode, capsys: pytest.CaptureFixture[str], *words: str) -> tup
 def test_a_true_answer_is_proven(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("verify", "--prompt", "Tell me more", "--max-tokens", "20", "--temperature", "1", "--seed", "5")
     status, report = run(served.leader, capsys, *words)
-    assert (status, report["verified"]) == (0, True), report
+    assert (status, report["verified"]) == (0, True), report["reason"]
     assert report["token_hash"] == report["swarm"]["token_hash"] == report["undivided"]["token_hash"]
     assert run(served.leader, capsys, "verify", report["request_id"])[1]["verified"] is True
 
@@ -215,10 +216,38 @@ def test_a_wrong_answer_is_found(served: Served, capsys: pytest.CaptureFixture[s
     assert report["undivided"]["first_difference"]["index"] == report["swarm"]["first_difference"]["index"] == 4
 
 
-def test_without_the_models_file_nothing_is_proven(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    status, report = run(served.workers[0], capsys, "verify", "--prompt", "Hi", "--max-tokens", "5")
+def test_without_the_models_file_it_is_fetched_for_the_proof(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = served.workers[0]
+    status, report = run(worker, capsys, "verify", "--prompt", "Hi", "--max-tokens", "5")
+    assert (status, report["verified"]) == (0, True), report["reason"]
+    monkeypatch.setattr(model_at_hand, "FETCH_BYTES", 1000)
+    status, report = run(worker, capsys, "verify")
     assert (status, report["verified"], report["swarm"]["first_difference"]) == (0, None, None)
-    assert "--model" in report["reason"]
+    assert "--fetch" in report["reason"]
+    assert run(worker, capsys, "verify", "--fetch")[1]["verified"] is True
+    assert not [*worker.folder.rglob("verify-*")], "what was fetched goes again"
+    monkeypatch.setattr(model_at_hand, "HEADROOM", 1e9)
+    assert "free memory" in run(worker, capsys, "verify", "--fetch")[1]["reason"]
+
+
+def test_requests_are_forgotten(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(served.workers[0], capsys, "forget", "--all")[0] == 0
     assert run(served.workers[0], capsys, "requests") == (0, {"keep": 100, "requests": []})
     assert run(served.workers[0], capsys, "verify")[0] == 2
+
+
+def test_the_model_is_fetched_whole(served: Served, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = tmp_path / "whole.gguf"
+    status, result = run(served.workers[0], capsys, "model", "fetch", str(target))
+    assert (status, result["path"], result["bytes"]) == (0, str(target), target.stat().st_size)
+    with GGUFFile.open(target) as whole, GGUFFile.open(served.model) as own:
+        assert {name: bytes(whole.data(info)) for name, info in whole.tensors.items()} == {
+            name: bytes(own.data(info)) for name, info in own.tensors.items()
+        }
+    assert [path.name for path in tmp_path.iterdir()] == ["whole.gguf"]
+    status, answer = run(served.workers[0], capsys, "model", "fetch", str(target))
+    assert (status, "exists" in answer["error"]["message"]) == (2, True)
+    status, answer = run(served.leader, capsys, "model", "fetch", str(tmp_path / "other.gguf"))
+    assert (status, "has the model's file" in answer["error"]["message"]) == (2, True)

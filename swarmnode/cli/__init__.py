@@ -6,7 +6,7 @@ asking     swarmctl ask; chat: the same in turns
 watching   swarmctl status, top
 logs       swarmctl logs
 service    swarmctl service install, status, remove
-requests   swarmctl requests, verify, forget; render_requests shows what they found
+requests   swarmctl requests, verify, forget; render_requests shows what they found, model_at_hand has the model
 doctor     swarmctl doctor
 predict    swarmctl predict
 schema     swarmctl schema

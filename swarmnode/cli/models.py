@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -15,10 +16,21 @@ from swarmnode.control_client import Call, request
 FILE = click.Path(path_type=Path)
 
 
+def call_with_progress(
+    settings: Settings, method: str, params: dict[str, Any], progress: ProgressLine
+) -> dict[str, Any]:
+    """A method of the daemon's that tells how far it is, on a line of the terminal."""
+    with Call(settings.socket, method, params) as call:
+        for event in call:
+            if event["event"] == "progress":
+                progress(str(event.get("step", "")), int(event.get("done", 0)), int(event.get("total", 0)))
+    return call.result
+
+
 @click.group()
 @common_options
 def model() -> None:
-    """Add, list, check and remove models."""
+    """Add, list, fetch, check and remove models."""
 
 
 @model.command()
@@ -34,11 +46,9 @@ def add(settings: Settings, file: Path, name: str | None) -> None:
       swarmctl model add olmoe-q4_0.gguf --name olmoe
     """
     params = {"path": str(file.absolute()), **({"name": name} if name else {})}
-    with Call(settings.socket, "model_add", params) as call, ProgressLine() as progress:
-        for event in call:
-            if event["event"] == "progress":
-                progress(str(event.get("step", "")), int(event.get("done", 0)), int(event.get("total", 0)))
-    common.print_result(settings, call.result)
+    with ProgressLine() as progress:
+        result = call_with_progress(settings, "model_add", params, progress)
+    common.print_result(settings, result)
 
 
 @model.command("list")
@@ -85,6 +95,25 @@ def use(settings: Settings, name: str) -> None:
 def remove(settings: Settings, name: str) -> None:
     """Forget a model and delete what was derived from it. Its own file stays."""
     common.print_result(settings, request(settings.socket, "model_remove", {"name": name}))
+
+
+@model.command()
+@click.argument("file", type=FILE)
+@common_options
+@pass_settings
+def fetch(settings: Settings, file: Path) -> None:
+    """Fetch the model that the swarm serves, trunk and all experts, into one GGUF file that does not exist yet.
+
+    Everything is checked against the hashes in the model's manifest. What breaks off is resumed by the same command.
+
+    \b
+    Examples:
+      swarmctl model fetch whole.gguf
+      swarmctl verify --model whole.gguf
+    """
+    with ProgressLine() as progress:
+        result = call_with_progress(settings, "model_fetch", {"path": str(file.absolute())}, progress)
+    common.print_result(settings, result)
 
 
 @model.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +12,9 @@ from swarmnode.cli import common
 from swarmnode.cli.asking import sampling_options
 from swarmnode.cli.common import Settings, common_options, pass_settings
 from swarmnode.control_client import Call, request
+
+if TYPE_CHECKING:
+    from swarmnode.cli.progress import ProgressLine
 
 
 @click.command("requests")
@@ -33,15 +36,23 @@ def requests_(settings: Settings) -> None:
 @click.option("--prompt", metavar="TEXT", help="Ask this first, then verify the answer.")
 @sampling_options
 @click.option("--model", type=click.Path(dir_okay=False, path_type=Path), help="The model's GGUF file on this machine.")
+@click.option("--fetch", is_flag=True, help="Fetch the model from the swarm, even if it is larger than 1 GiB.")
 @common_options
 @pass_settings
 def verify(
-    settings: Settings, /, request_id: str | None, prompt: str | None, model: Path | None, **sampling: Any
+    settings: Settings,
+    /,
+    request_id: str | None,
+    prompt: str | None,
+    model: Path | None,
+    fetch: bool,
+    **sampling: Any,
 ) -> int:
     """Prove an answer: ask the swarm again, ask llama.cpp alone on this machine, compare the tokens.
 
-    Without REQUEST_ID or --prompt the last request is meant. llama.cpp needs the model's file: the one that this node
-    has added, or --model. Without it the report says whether the swarm repeats itself, and proves no more.
+    Without REQUEST_ID or --prompt the last request is meant. llama.cpp needs the whole model: the file that this node
+    has added, --model, or one that is fetched from the swarm for this and removed again, up to 1 GiB without being
+    asked for. Without it the report says whether the swarm repeats itself, and proves no more.
 
     \b
     Examples:
@@ -60,7 +71,7 @@ def verify(
         if prompt is not None:
             progress("asking", 0, 1)
             request_id = _answer(settings, "ask", {"prompt": prompt, **given})["request_id"]
-        report = _report(settings, request_id, model, progress)
+        report = _report(settings, request_id, model, fetch, progress)
     if settings.json:
         common.print_json(report)
     else:
@@ -70,7 +81,10 @@ def verify(
     return common.EXIT_NO if report["verified"] is False else 0
 
 
-def _report(settings: Settings, request_id: str | None, model: Path | None, progress: Any) -> dict[str, Any]:
+def _report(
+    settings: Settings, request_id: str | None, model: Path | None, fetch: bool, progress: ProgressLine
+) -> dict[str, Any]:
+    from swarmnode.cli.model_at_hand import model_at_hand
     from swarmnode.kept_requests import KeptRequest
     from swarmnode.verify import asked_undivided, compared, verdict
 
@@ -84,11 +98,13 @@ def _report(settings: Settings, request_id: str | None, model: Path | None, prog
         prompt_tokens = again["usage"]["prompt_tokens"]
     except SwarmError as error:
         swarm = compared(kept, None, error.message)
-    file, reason = (model, None) if model is not None else _file_of(settings, kept.model)
     if prompt_tokens is None:
-        file, reason = None, "the answer broke off, and the swarm does not answer now"
-    progress("llama.cpp on the undivided model", 0, 1)
-    return verdict(kept, swarm, asked_undivided(kept, file, reason, prompt_tokens or 0))
+        undivided = compared(kept, None, "the answer broke off, and the swarm does not answer now")
+    else:
+        with model_at_hand(settings, kept.model, model, fetch=fetch, progress=progress) as (file, reason):
+            progress("llama.cpp on the undivided model", 0, 1)
+            undivided = asked_undivided(kept, file, reason, prompt_tokens)
+    return verdict(kept, swarm, undivided)
 
 
 def _answer(settings: Settings, method: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -96,14 +112,6 @@ def _answer(settings: Settings, method: str, params: dict[str, Any]) -> dict[str
         for _ in call:
             pass
         return call.result
-
-
-def _file_of(settings: Settings, manifest: str | None) -> tuple[Path | None, str | None]:
-    """The file of the model that answered, if this node has it; else why not."""
-    for model in request(settings.socket, "model_list", {})["models"]:
-        if model["id"] == manifest and model["files"] and model["fault"] is None:
-            return Path(model["files"][0]), None
-    return None, "this node does not have the model's file; --model names one"
 
 
 @click.command()

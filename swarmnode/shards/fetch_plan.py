@@ -207,6 +207,11 @@ class FetchPlan:
         nowhere = set.intersection(*lacks)
         return next((job for job in self._pending if job.digest in nowhere), None) if nowhere else None
 
+    def skip(self, job: Job) -> None:
+        """Do without a job that is in nobody's hands."""
+        if job in self._pending:
+            self._pending.remove(job)
+
     def _release(self, transfer: Transfer, now: float) -> None:
         self._active.remove(transfer)
         transfer.source.received_bytes += transfer.received_bytes

@@ -114,13 +114,21 @@ class Fetch:
         self.plan = FetchPlan((), (), 0.0)
         self.failure: SwarmError | None = None
         self._progress = progress
+        self._skips = False
+        self._skipped: SwarmError | None = None
         self._have: dict[bytes, int] = {}
         self._have_bytes = 0
         self._total_bytes = 0
         self._changed = trio.Event()
 
-    async def run(self, jobs: Sequence[Job], sources: Sequence[PeerId], patience_seconds: float) -> None:
-        """Reach the goal for every job, from up to SHARD_SOURCES_MAX sources, or raise why not."""
+    async def run(
+        self, jobs: Sequence[Job], sources: Sequence[PeerId], patience_seconds: float, *, skip: bool = False
+    ) -> SwarmError | None:
+        """Reach the goal for every job, from up to SHARD_SOURCES_MAX sources, or raise why not.
+
+        skip: what no source has is left out, and told: the error of the last such job.
+        """
+        self._skips = skip
         self._total_bytes = sum(job.size for job in jobs)
         missing = []
         for job in jobs:
@@ -137,6 +145,7 @@ class Fetch:
             nursery.cancel_scope.cancel()
         if self.failure is not None:
             raise self.failure
+        return self._skipped
 
     def has(self, job: Job, count: int) -> None:
         """`count` bytes of the job are on disk now."""
@@ -160,7 +169,12 @@ class Fetch:
         while self.failure is None and not self.plan.done:
             job = self.plan.hopeless(trio.current_time(), patience_seconds)
             if job is not None:
-                self.failure = self._unavailable(job)
+                error = self._unavailable(job)
+                if self._skips and error.details.get("cause") != "timeout":
+                    self._skipped = error
+                    self.plan.skip(job)
+                else:
+                    self.failure = error
             else:
                 await self.wait()
 
