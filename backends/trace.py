@@ -82,5 +82,5 @@ class TracingHook(Hook):
         if not self.residuals or set(self.routes) != set(self._n_used):
             raise UnsupportedModel(
                 "this architecture's layers and routers cannot be traced: llama.cpp names their nodes otherwise",
-                hint="Compare at the levels op and generation.",
+                hint="Compare at the levels op, generation and task.",
             )

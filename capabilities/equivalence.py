@@ -81,10 +81,10 @@ def worst(found: Sequence[Difference]) -> Difference:
     )
 
 
-def verdict(level: str, *faults: str | None) -> dict[str, Any]:
-    """Passed if there is no fault; else the first one is the reason."""
-    reason = next((fault for fault in faults if fault is not None), None)
-    return {"level": level, "pass": reason is None, "reason": reason}
+def verdict(level: str, fine: str, *faults: str | None) -> dict[str, Any]:
+    """Passed if there is no fault; else the first one is the reason. `fine`: what is said where there is none."""
+    fault = next((fault for fault in faults if fault is not None), None)
+    return {"level": level, "pass": fault is None, "reason": fault or fine}
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------
@@ -105,9 +105,17 @@ def growth_exponent(drift: Sequence[float]) -> float | None:
 def layer_level(pinned: Sequence[float], floor: Sequence[float], layers: Sequence[int]) -> dict[str, Any]:
     """The verdict on relative drifts of the residual after each of `layers`, routing pinned, beside llama.cpp's own."""
     limits = [above_noise(residual_limit(depth), noise) for depth, noise in enumerate(floor, 1)]
-    over = next((n for n, found, limit in zip(layers, pinned, limits, strict=True) if not found <= limit), None)
-    fault = None if over is None else f"after layer {over} the residual is further off than allowed"
-    return {**verdict("layer", fault), "tolerance": {"relative_l2": limits}}
+    rows = list(zip(layers, pinned, limits, strict=True))
+    over = next((row for row in rows if not row[1] <= row[2]), None)
+    words = "after layer {} the residual is off by {:.2g}, with a limit of {:.2g}"
+    fault = None if over is None else words.format(*over)
+    layer, found, limit = max(rows, key=lambda row: row[1] / row[2])
+    fine = f"{words.format(*rows[-1])}, and after layer {layer} it is nearest to one, at {found / limit:.0%}"
+    return {
+        **verdict("layer", fine, fault),
+        "tolerance": {"relative_l2": limits},
+        "first_beyond_limit": None if over is None else over[0],
+    }
 
 
 # -- logits -----------------------------------------------------------------------------------------------------------
@@ -165,9 +173,9 @@ def logit_rows(a: F32, b: F32) -> LogitRows:
 def logits_level(rows: LogitRows, floor: LogitRows) -> dict[str, Any]:
     limit = above_noise(KL_MEAN_LIMIT, float(floor.kl.mean()))
     mean = float(rows.kl.mean())
-    fault = None if mean <= limit else f"a mean KL of {mean:.2g}, with a limit of {limit:.2g}"  # also for no number
+    words = f"a mean KL of {mean:.2g}, with a limit of {limit:.2g}"
     return {
-        **verdict("logits", fault),
+        **verdict("logits", words, None if mean <= limit else words),  # a fault also where it is no number
         "tolerance": {"kl_mean": limit},
         **logit_figures(rows),
         "noise_floor": logit_figures(floor),
@@ -194,18 +202,24 @@ def predicted_flips(margins: F64, deviations: F64) -> float:
     return float(sum(0.5 * math.erfc(x) for x in (margins / reach).tolist()))
 
 
-def decisions_level(rows: LogitRows, routing: Sequence[RoutingChange], floor: LogitRows) -> dict[str, Any]:
+def decisions_level(
+    rows: LogitRows, routing: Sequence[RoutingChange], floor: LogitRows, floor_routing: Sequence[RoutingChange]
+) -> dict[str, Any]:
     """Top-1 tokens, and what the routers chose."""
     figures, of_floor = flip_figures(rows), flip_figures(floor)
     through = int((rows.flips & (rows.margins > 2 * rows.l_infinity)).sum())
     allowed = flips_limit(figures["flips_predicted"])
     least = 1 - above_noise(1 - TOP1_AGREEMENT_MIN, 1 - of_floor["top1_agreement"])
-    agreement, flips = figures["top1_agreement"], figures["flips"]
+    agreement, flips, predicted = figures["top1_agreement"], figures["flips"], figures["flips_predicted"]
     return {
         **verdict(
             "decisions",
+            f"{flips} flips, where {predicted:.1f} were predicted and {allowed:.1f} are allowed, none through the gate;"
+            f" {agreement:.1%} of the tokens agree, and {least:.1%} must",
             f"{through} tokens flipped whose margin exceeds twice L-infinity" if through else None,
-            f"{flips} flips, where {figures['flips_predicted']:.1f} were predicted" if flips > allowed else None,
+            f"{flips} flips, where {predicted:.1f} were predicted and {allowed:.1f} are allowed"
+            if flips > allowed
+            else None,
             f"only {agreement:.1%} of the tokens agree, not {least:.1%}" if agreement < least else None,
         ),
         "tolerance": {"flips_through_the_gate": 0, "flips": allowed, "top1_agreement": least},
@@ -215,7 +229,7 @@ def decisions_level(rows: LogitRows, routing: Sequence[RoutingChange], floor: Lo
         "margin_quantiles": [number(q) for q in np.quantile(rows.margins, (0.01, 0.1, 0.5))],
         "margin_histogram": margin_histogram(rows),
         "routing": routing_figures(routing),
-        "noise_floor": of_floor,
+        "noise_floor": {**of_floor, "routing": routing_figures(floor_routing)},
     }
 
 
@@ -307,11 +321,14 @@ class Generated:
 def generation_level(generated: Generated, floor: Generated) -> dict[str, Any]:
     forks, allowed = [f for f in generated.forks if f is not None], flips_limit(generated.forks_predicted)
     wild = sum(fork.margin > 2 * fork.l_infinity for fork in forks)
+    words = f"{len(forks)} of {len(generated.forks)} answers parted, where {generated.forks_predicted:.1f} were"
+    words += f" predicted and {allowed:.1f} are allowed"
     return {
         **verdict(
             "generation",
+            f"{words}; none through the gate",
             f"{wild} answers parted where the margin exceeds twice L-infinity" if wild else None,
-            f"{len(forks)} answers parted, not {generated.forks_predicted:.1f}" if len(forks) > allowed else None,
+            words if len(forks) > allowed else None,
         ),
         "tolerance": {"forks_through_the_gate": 0, "forks": allowed},
         **generation_figures(generated),
@@ -328,6 +345,7 @@ def generation_figures(generated: Generated) -> dict[str, Any]:
         "tokens": generated.tokens,
         "identical": len(generated.forks) - len(indices),
         "first_differences": indices,
+        "first_difference_counts": [indices.count(token) for token in range(generated.tokens)],
     }
 
 

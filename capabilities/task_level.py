@@ -44,14 +44,16 @@ def task_level(
     spread_limit = above_noise(OPTIONS_SPREAD_LIMIT, of_floor_chosen["spread"])
     changed_limit = flips_limit(changes_predicted(options[0], min(chosen["spread"], spread_limit)))
     mean, spread, changed = figures["nll_difference"], chosen["spread"], chosen["changed"]
+    of_text = f"{mean:+.2g} nats a token, with a limit of {limit:.2g}"
+    of_spread = f"answers moved by {spread:.2g} nats against each other, with a limit of {spread_limit:.2g}"
+    of_changed = f"{changed} answers changed, with a limit of {changed_limit:.1f}"
     return {
         **verdict(
             "task",
-            None if abs(mean) <= limit else f"{mean:+.2g} nats a token, with a limit of {limit:.2g}",
-            None
-            if spread <= spread_limit
-            else f"answers moved by {spread:.2g} nats against each other, with a limit of {spread_limit:.2g}",
-            None if changed <= changed_limit else f"{changed} answers changed, with a limit of {changed_limit:.1f}",
+            f"{of_text}; {of_spread}; {of_changed}",
+            None if abs(mean) <= limit else of_text,
+            None if spread <= spread_limit else of_spread,
+            None if changed <= changed_limit else of_changed,
         ),
         "tolerance": {"nll_difference": limit, "spread": spread_limit, "changed": changed_limit},
         **figures,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import cache
+from html import escape
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,8 +20,10 @@ from capabilities.equivalence import LEVELS
 from capabilities.errors import UnsupportedModel, UsageError
 from swarmnode.cli import common, ctl
 from swarmnode.cli import equivalence as command
+from swarmnode.cli.render_equivalence import print_equivalence
 from swarmnode.equivalence.answers import PROMPT_TOKENS, race
 from swarmnode.equivalence.causes import ACCUMULATION, ROUNDING
+from swarmnode.equivalence.figures import figures_of, ranges_of
 from swarmnode.equivalence.ops import op_level
 from swarmnode.equivalence.page import page_of, write_page
 from swarmnode.equivalence.passes import WINDOW, decode
@@ -134,7 +137,7 @@ def test_a_model_agrees_with_itself_at_every_level() -> None:
     assert levels["decisions"]["flips"] == levels["decisions"]["routing"]["sets_changed"] == 0
     assert levels["generation"]["identical"] == 12
     assert levels["task"]["nll_difference"] == 0
-    assert levels["layer"]["noise_floor"]["relative_l2"][-1] > 0
+    assert levels["layer"]["noise_floor"]["pinned"]["relative_l2"][-1] > 0
 
 
 def test_kernels_and_reference_make_one_model() -> None:
@@ -164,7 +167,7 @@ def test_other_architectures_are_compared_too(kind: str) -> None:
 def test_an_architecture_that_cannot_be_traced_is_refused_with_what_can_be_compared() -> None:
     with pytest.raises(UnsupportedModel, match="cannot be traced") as caught:
         compare_tiny("step35", "layer")
-    assert "op and generation" in str(caught.value.hint)
+    assert "op, generation and task" in str(caught.value.hint)
     assert compare_tiny("step35", "generation")["pass"]
 
 
@@ -341,6 +344,36 @@ def test_the_exit_status_tells(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(capfd, "--all", "ggml-cpu")[0] == 2
 
 
+def test_levels_may_be_named_together(capfd: pytest.CaptureFixture[str]) -> None:
+    tiny = ("--tokens", "64", "--model", str(tiny_file("olmoe", "q8_0")), "--json")
+    _, out = run(capfd, "ggml-cpu", "ggml-cpu", "--level", "logits,layer", "--level", "layer", *tiny)
+    assert [level["level"] for level in json.loads(out)["levels"]] == ["layer", "logits"]
+    assert run(capfd, "ggml-cpu", "ggml-cpu", "--level", "logits,nonsense", *tiny)[0] == 2
+
+
+def test_a_text_that_is_too_short_says_how_long_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ("--level", "logits", "--tokens", "9000000", "--model", str(tiny_file("olmoe", "q8_0")))
+    assert common.main(ctl.swarmctl, "swarmctl", ["equivalence", "ggml-cpu", "ggml-cpu", *words]) == 2
+    assert "has 0 tokens" not in capfd.readouterr().err
+
+
+def test_the_terminal_cuts_no_figure_off(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where there are 80 columns."""
+    monkeypatch.setattr("swarmnode.cli.render_equivalence.COLUMNS", 80)
+    levels = [ops("ggml-cpu", "reference"), *models("ggml-cpu", "reference").values()]
+    print_equivalence(report("reference", levels))
+    out = capfd.readouterr().out
+    assert "…" not in out
+    for level in levels:
+        assert f"\n{level['level']}: pass: " in out
+
+
+def test_answers_are_counted_by_ranges_of_tokens() -> None:
+    assert ranges_of([1, 0, 2]) == [("token 0", 1), ("token 1", 0), ("token 2", 2)]
+    assert ranges_of([1] * 18) == [(f"tokens {at} to {at + 2}", 3) for at in range(0, 18, 3)]
+    assert ranges_of([1] * 17)[-1] == ("tokens 15 to 16", 2)
+
+
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
@@ -361,8 +394,13 @@ def test_the_page_shows_curve_and_histogram_and_fetches_nothing(tmp_path: Path) 
     assert "&lt;script&gt;" in text
     assert "a&amp;b.gguf" in text
     assert found.tags.count("polyline") == 4
-    assert found.tags.count("rect") == 48
-    assert found.tags.count("tr") == 2 + len(levels) + len(levels[0]["ops"]) + 3  # and where the sides part
+    answers = next(level for level in levels if level["level"] == "generation")
+    assert found.tags.count("rect") == 48 + 2 * answers["tokens"]
+    lines = sum(len(figures_of(level)) for level in levels[1:])
+    tables = {"verdicts": len(levels), "references": 4, "operators": len(levels[0]["ops"]), "parting": 2}
+    assert found.tags.count("tr") == lines + sum(tables.values()) + len(tables) + len(levels[1:])
+    for level in levels:
+        assert escape(level["reason"]) in text
 
 
 def test_a_page_of_one_level_is_a_page() -> None:

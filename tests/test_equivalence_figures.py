@@ -158,10 +158,10 @@ def test_the_histogram_holds_every_position_and_every_flip() -> None:
 def test_more_flips_than_the_movement_explains_fail() -> None:
     a = logits()
     small = logit_rows(a, a + np.float32(0.01) * noise(*a.shape))
-    assert decisions_level(small, (), small)["pass"]
+    assert decisions_level(small, (), small, ())["pass"]
     moved = LogitRows.join([small])
     moved.top_b[:30] = (moved.top_a[:30] + 1) % 50  # without any movement that could do it
-    found = decisions_level(moved, (), small)
+    found = decisions_level(moved, (), small, ())
     assert not found["pass"]
     assert found["flips_through_the_gate"] > 0
 

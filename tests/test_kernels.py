@@ -301,6 +301,13 @@ def test_kernels_that_die_over_an_operator_are_named_and_the_others_compared() -
     assert f"{dying} failed over q4_0: the process ended" in tables(result, "ggml-cpu")
 
 
+def test_what_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(UsageError, match="two targets"):
+        compare_all(["ggml-cpu"], ["q4_0"], lambda *_: None)
+    with pytest.raises(UsageError, match="no weights of type 'q99'"):
+        compare_all(["ggml-cpu", "reference"], ["q99"], lambda *_: None)
+
+
 class SameAgain(GgmlExperts):
     """The installed kernels under another name."""
 

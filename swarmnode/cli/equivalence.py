@@ -22,13 +22,21 @@ PROMPTS_MAX = 1000
 ANSWER_TOKENS_MAX = 256
 
 
+def _levels(_context: click.Context, _option: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
+    """Names as they were given one by one or with commas, each once."""
+    named = dict.fromkeys(name.strip() for word in words for name in word.split(","))
+    if wrong := [name for name in named if name not in LEVELS]:
+        raise click.BadParameter(f"{wrong[0]!r} is not one of {', '.join(LEVELS)}")
+    return tuple(named)
+
+
 @click.command()
 @click.argument("a", required=False)
 @click.argument("b", required=False)
 @click.option("--all", "everybody", is_flag=True, help="Compare all peers of the swarm with each other.")
 @click.option(
-    "--level", "levels", multiple=True, type=click.Choice(LEVELS),
-    help="Only this one. Repeatable. Default: all six; with --all: op."
+    "--level", "levels", multiple=True, metavar="LEVEL", callback=_levels,
+    help=f"Only this one, of {', '.join(LEVELS)}. Repeatable, or several with commas. Default: all; with --all: op."
 )  # fmt: skip
 @click.option("--model", metavar="FILE", help="A GGUF file, or `demo`. Default: demo, with usual weights for op.")
 @click.option(

@@ -1,4 +1,4 @@
-"""A comparison of two backends on a terminal: one table of operators, then a line or two for each other level."""
+"""A comparison of two backends on a terminal: each level's verdict and why, and a table of its figures."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Any, Final
 from rich.table import Table
 
 from swarmnode.cli.render import console as open_console
+from swarmnode.equivalence.figures import figures_of, operators_by_cause, short
 from swarmnode.equivalence.page import pair_words, restart_words
 from swarmnode.printable import printable_line
 
 CLASS_CHARS = 8  # of a numeric class: enough to tell a swarm's apart
-COLUMNS = 120  # where nobody looks
-_NOISE = "llama.cpp's own noise"
-
-
+COLUMNS = 100  # where nobody looks
 DIVERGENCE: Final = {"first": "the first layer that differs", "worst": "the most of all"}
 WORDS: Final = {True: "pass", False: "FAIL", None: "not judged"}
 
@@ -39,18 +37,21 @@ def print_equivalence(result: Mapping[str, Any]) -> None:
         if reasons:
             console.print(printable_line(f"{side.upper()}: {restart_words(reasons)}"))
     for level in result["levels"]:
-        console.print(f"\n{level['level']}: {WORDS[level['pass']]}")
-        if reason := level.get("reason"):
-            console.print(f"  {printable_line(reason)}")
+        console.print(f"\n{level['level']}: {WORDS[level['pass']]}: {printable_line(level['reason'])}")
         if level["tolerance"] is None:
             continue  # it could not be computed
         if level["level"] == "op":
             console.print(_operators(level))
+            console.print("what differences come from:")
+            for line in _causes(level):
+                console.print(f"  {line}")
             for note in level["skipped"]:
                 console.print(f"  left out: {printable_line(note)}")
-        else:
-            for line in _LINES[level["level"]](level):
-                console.print(f"  {line}")
+            continue
+        console.print(_figures(level))
+        for which, parted in level.get("divergence", {}).items():
+            if parted is not None:
+                console.print(f"on the same rows, {DIVERGENCE[which]}: {_parted(parted)}")
 
 
 def print_matrix(result: Mapping[str, Any]) -> None:
@@ -75,103 +76,41 @@ def print_matrix(result: Mapping[str, Any]) -> None:
 
 
 def _operators(level: Mapping[str, Any]) -> Table:
+    """Narrow enough for 80 columns: figures that are cut off say nothing."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in (
-        "operator",
-        "weights",
-        "length",
-        "largest",
-        "relative L2",
-        "cosine",
-        "limit",
-        "A, B to q8",
-        "cause",
-        "",
-    ):
-        table.add_column(name, no_wrap=True, justify="right" if name in ("length", "cosine") else "left")
+    for name in ("operator", "weights", "length", "largest", "rel. L2", "cosine", "limit", "A to q8", "B to q8"):
+        table.add_column(name, no_wrap=True, justify="left" if name in ("operator", "weights") else "right")
     for row in level["ops"]:
         rounded = row.get("to_rounded")
         table.add_row(
             row["op"],
             row["type"] or "-",
             str(row["length"]),
-            f"{row['max_abs_diff']:.1e}",
-            f"{row['relative_l2']:.1e}",
+            short(row["max_abs_diff"]),
+            short(row["relative_l2"]),
             f"{row['min_cosine']:.7f}",
-            f"{row['tolerance']['median_relative_l2']:.1e}",
-            "-" if rounded is None else f"{rounded['a']:.0e}, {rounded['b']:.0e}",
-            row["cause"] or ("-" if row["bit_identical"] else "not attributable"),
-            "" if row["pass"] else "FAIL",
+            short(row["tolerance"]["median_relative_l2"]),
+            *("-" if rounded is None else short(rounded[side]) for side in "ab"),
+            style=None if row["pass"] else "bold red",
         )
     return table
 
 
-def _layer(level: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for name, what in (
-        ("pinned", "routing pinned"),
-        ("free", "routing free"),
-        ("noise_floor", _NOISE),
-    ):
-        drift = level[name]
-        grows = "-" if drift["exponent"] is None else f"L^{drift['exponent']:.2f}"
-        lines.append(
-            f"{what}: {drift['relative_l2'][0]:.1e} after the first layer, {drift['relative_l2'][-1]:.1e} after the "
-            f"last of {level['layers']}, grows as {grows}"
-        )
-    lines.append(f"limit after the last: {level['tolerance']['relative_l2'][-1]:.1e}")
-    for which, parted in level["divergence"].items():
-        if parted is not None:
-            lines.append(f"on the same rows, {DIVERGENCE[which]}: {_parted(parted)}")
-    return lines
+def _causes(level: Mapping[str, Any]) -> list[str]:
+    """What operators' differences come from, the operators of one cause together."""
+    return [f"{cause}: {', '.join(operators)}" for cause, operators in operators_by_cause(level["ops"]).items()]
+
+
+def _figures(level: Mapping[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("", "A and B", "own noise", "limit"):  # llama.cpp's own: the page has room to say so
+        table.add_column(name, no_wrap=bool(name), justify="right" if name else "left")
+    for figure in figures_of(level):
+        table.add_row(*figure)
+    return table
 
 
 def _parted(parted: Mapping[str, Any]) -> str:
     peers = dict.fromkeys(peer for peer in (parted["peer_a"], parted["peer_b"]) if peer)
     by = f", computed by {printable_line(' and '.join(peers))}" if peers else ""
-    return f"expert {parted['expert']} of layer {parted['layer']}{by}, off by {parted['relative_l2']:.1e}"
-
-
-def _logits(level: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{what}: KL {found['kl_mean']:.1e} (largest {found['kl_max']:.1e}), L2 {found['l2_median']:.1e}, "
-        f"L-infinity {found['l_infinity']:.2g}, {found['positions']} positions"
-        for what, found in (("A and B", level), (_NOISE, level["noise_floor"]))
-    ] + [f"limit of the mean KL: {level['tolerance']['kl_mean']:.1e}"]
-
-
-def _decisions(level: Mapping[str, Any]) -> list[str]:
-    routing = level["routing"]
-    return [
-        *(
-            f"{what}: {found['flips']} of {found['positions']} tokens flipped, {found['flips_predicted']:.1f} predicted"
-            for what, found in (("A and B", level), (_NOISE, level["noise_floor"]))
-        ),
-        f"{level['flips_through_the_gate']} flips where the margin exceeds twice L-infinity",
-        f"routers left to themselves: {routing['sets_changed']:.2%} of {routing['choices']} choices would differ, "
-        f"{routing['experts_changed']:.2%} of the experts",
-    ]
-
-
-def _generation(level: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{what}: {found['identical']} of {found['prompts']} answers of {found['tokens']} tokens are the same, "
-        f"{found['forks_predicted']:.1f} forks predicted; first differences at {found['first_differences'] or '-'}"
-        for what, found in (("A and B", level), (_NOISE, level["noise_floor"]))
-    ]
-
-
-def _task(level: Mapping[str, Any]) -> list[str]:
-    both = (("A and B", level), (_NOISE, level["noise_floor"]))
-    return [
-        f"{what}: perplexity {found['perplexity_a']:.4g} and {found['perplexity_b']:.4g} over {found['positions']} "
-        f"tokens, paired difference {found['nll_difference']:+.2e} (standard error {found['standard_error']:.1e}) nats"
-        for what, found in both
-    ] + [
-        f"{what}: {found['accuracy_a']:.1%} and {found['accuracy_b']:.1%} of {found['questions']} questions right, "
-        f"{found['changed']} answers changed, {found['changed_predicted']:.1f} predicted"
-        for what, found in ((what, found["choices"]) for what, found in both)
-    ]
-
-
-_LINES = {"layer": _layer, "logits": _logits, "decisions": _decisions, "generation": _generation, "task": _task}
+    return f"expert {parted['expert']} of layer {parted['layer']}{by}, off by {short(parted['relative_l2'])}"

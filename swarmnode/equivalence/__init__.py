@@ -15,7 +15,7 @@
     text       the text and the questions that models are compared on
     run        all of it, and the report
     matrix     every pair of the swarm's peers; kept: the last one
-    page       the report as a page to look at
+    figures    a level's figures in words; page: the report to look at, with charts
 
 Figures and verdicts are in capabilities/equivalence.py and task_level.py, limits in capabilities/tolerances.py.
 """

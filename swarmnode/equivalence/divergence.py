@@ -96,7 +96,7 @@ def add_divergence(level: dict[str, Any], split: Split, text: str) -> dict[str, 
     """The level `layer` with where the sides part; a reason for failing names it, too."""
     first, worst = find_divergence(split, text)
     reason = level["reason"]
-    if reason is not None and worst is not None:
+    if not level["pass"] and worst is not None:
         reason = f"{reason}; {worst.words}"
     parted = {"first": first and asdict(first), "worst": worst and asdict(worst)}
     return {**level, "reason": reason, "divergence": parted}

@@ -25,6 +25,7 @@ from swarmnode.equivalence.targets import EXACT, ROUNDED, Target, find_target
 
 Progress = Callable[[str, int, int], None]
 
+
 def op_level(a: Target, b: Target, sizes: Sizes, progress: Progress) -> dict[str, Any]:
     """Compare two targets. `ops` of the result has a row for each operator; what a side cannot do is in `skipped`.
 
@@ -48,19 +49,41 @@ def op_level(a: Target, b: Target, sizes: Sizes, progress: Progress) -> dict[str
         rows += _rows(a, b, sizes)
     else:
         skipped.append("softmax, rms_norm: a backend of experts alone computes neither")
+    skipped += [f"matmul {name}: weights of this type cannot be made up" for name in sizes.types if not _is_known(name)]
     failed = [row for row in rows if not row["pass"]]
     return {
         "level": "op",
         "pass": not failed,
         "tolerance": "in each row: it grows with the length of the sums and with what activations are rounded to",
-        "reason": _reason(failed[0]) if failed else None,
+        "reason": f"{len(failed)} of {len(rows)} operators, first {_reason(failed[0])}" if failed else _within(rows),
+        "widths": list(sizes.widths),
+        "references_apart": max((row["references_apart"] for row in rows if "references_apart" in row), default=None),
         "ops": rows,
         "skipped": skipped,
     }
 
 
+def _is_known(name: str) -> bool:
+    return name in {GGML_TYPES[kind].name for kind in WEIGHT_TYPES}
+
+
+def _within(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Where nothing failed: how near it was."""
+    shares = [
+        max(row[f"{which}_relative_l2"] / row["tolerance"][f"{which}_relative_l2"] for which in ("median", "worst"))
+        for row in rows
+    ]
+    nearest = max(range(len(rows)), key=shares.__getitem__)
+    what = f"nearest {_what(rows[nearest])}, at {shares[nearest]:.0%}"
+    return f"all {len(rows)} operators are within their limits, {what}"
+
+
+def _what(row: Mapping[str, Any]) -> str:
+    return f"{' '.join(str(row[key]) for key in ('op', 'type') if row[key])} over {row['length']} values"
+
+
 def _reason(row: Mapping[str, Any]) -> str:
-    what = f"{' '.join(str(row[key]) for key in ('op', 'type') if row[key])} over {row['length']} values"
+    what = _what(row)
     for which in ("median", "worst"):
         found, limit = row[f"{which}_relative_l2"], row["tolerance"][f"{which}_relative_l2"]
         if found > limit:
@@ -83,9 +106,10 @@ def _products(a: Target, b: Target, kind: int, sizes: Sizes) -> Iterator[dict[st
         of_a, of_b = a.outputs(recipe), b.outputs(recipe)
         exact, rounded = (find_target(name).outputs(recipe) for name in (EXACT, ROUNDED))
         limits = product_limits(weights.name, weights.block, terms, measured["a"].source, measured["b"].source)
-        row = _row("matmul", weights.name, terms, of_a, of_b, limits)
+        row = _row(recipe, terms, of_a, of_b, limits)
         row["measured"] = {side: asdict(verdict) for side, verdict in measured.items()}
         row |= {"to_exact": {}, "to_rounded": {}, "alone": {}}
+        row["references_apart"] = _difference(exact, rounded).relative_l2
         for side, outputs in (("a", of_a), ("b", of_b)):
             source = measured[side].source
             to_exact, to_rounded = _difference(exact, outputs), _difference(rounded, outputs)
@@ -101,14 +125,14 @@ def _difference(a: Sequence[F32], b: Sequence[F32]) -> Difference:
     return worst([difference(one, other) for one, other in zip(a, b, strict=True)])
 
 
-def _row(
-    op: str, kind: str | None, length: int, of_a: Sequence[F32], of_b: Sequence[F32], limits: RowLimits
-) -> dict[str, Any]:
-    found = _difference(of_a, of_b)
+def _row(recipe: Recipe, length: int, of_a: Sequence[F32], of_b: Sequence[F32], limits: RowLimits) -> dict[str, Any]:
+    at_width = [difference(one, other) for one, other in zip(of_a, of_b, strict=True)]
+    found = worst(at_width)
     return {
-        "op": op,
-        "type": kind,
+        "op": recipe.op,
+        "type": recipe.type or None,
         "length": length,
+        "worst_width": recipe.widths[max(range(len(at_width)), key=lambda at: at_width[at].relative_l2)],
         "pass": found.within(limits),
         "tolerance": asdict(limits),
         **asdict(found),
@@ -133,5 +157,5 @@ def _rows(a: Target, b: Target, sizes: Sizes) -> Iterator[dict[str, Any]]:
 
 def _without_weights(a: Target, b: Target, recipe: Recipe, limits: RowLimits) -> dict[str, Any]:
     of_a, of_b = a.outputs(recipe), b.outputs(recipe)
-    row = _row(recipe.op, None, recipe.length, of_a, of_b, limits)
+    row = _row(recipe, recipe.length, of_a, of_b, limits)
     return row | attribute(recipe, of_a, of_b, (a.setting, b.setting))

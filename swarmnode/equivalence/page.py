@@ -1,4 +1,4 @@
-"""The report as one page without anything from elsewhere: pairs, verdicts, the drift's curve, the margins' histogram.
+"""The report as one page without anything from elsewhere: pairs, verdicts, and each level's figures and pictures.
 
 Names of files and backends are whoever's: everything that is text goes through `escape`.
 """
@@ -12,20 +12,22 @@ from typing import Any, Final
 
 from backends.atomic_file import replacing
 from capabilities.errors import UsageError
+from swarmnode.equivalence.charts import drift_curve, fork_histogram, margin_histogram
+from swarmnode.equivalence.figures import cause_of, figures_of, short
+from swarmnode.equivalence.targets import EXACT, ROUNDED
 
-_WIDTH, _HEIGHT, _LEFT, _BELOW = 640, 240, 60, 24
-_CURVES: Final = (
-    ("pinned", "A and B, routing pinned", "#1f6feb"),
-    ("free", "A and B, routing free", "#8250df"),
-    ("noise_floor", "llama.cpp's own noise", "#9a9a9a"),
-)
 _SHADES: Final = {True: "near", False: "far", None: "none"}  # blue, orange, grey: told apart by all eyes
 _PEERS: Final = ("peer_a", "peer_b")
 _STYLE: Final = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
-    "table{border-collapse:collapse;font-size:13px}td,th{padding:2px 10px;border-bottom:1px solid #ddd;text-align:left}"
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;overflow-wrap:anywhere}"
+    ".wide{overflow-x:auto;margin:1em 0}"
+    "table{border-collapse:collapse;font-size:13px}td,th{padding:3px 10px;border-bottom:1px solid #ddd;text-align:left}"
+    ".wide table{overflow-wrap:normal}.wide .figures td{white-space:nowrap}"
     ".near{background:#cfe5ff}.far{background:#ffd8a8;font-weight:bold}.none{background:#eee}"
-    ".pass{color:#1a7f37}.fail{color:#cf222e;font-weight:bold}text{font:11px system-ui,sans-serif}"
+    ".pass{color:#1a7f37}.fail{color:#cf222e;font-weight:bold}"
+    "figure{margin:1em 0}svg{width:100%;max-width:680px;height:auto;display:block}text{font:13px system-ui,sans-serif}"
+    ".key{display:inline-block;margin-right:1.5em;font-size:13px}"
+    ".key i{display:inline-block;width:12px;height:12px;margin-right:6px}"
 )
 
 
@@ -44,7 +46,8 @@ def write_page(path: Path, result: Mapping[str, Any]) -> None:
 
 def page_of(result: Mapping[str, Any]) -> str:
     title = f"{result['a']} and {result['b']}"
-    parts = [f"<p>Model: {escape(result['model'] or 'none')}</p>"]
+    a, b, model = (escape(result[key] or "none") for key in ("a", "b", "model"))
+    parts = [f"<p>A is {a}, B is {b}, on the model {model}: {_word(result['pass'])}.</p>"]
     for side, reasons in result["restarts"].items():
         if reasons:
             parts.append(f"<p>{side.upper()}: {escape(restart_words(reasons))}</p>")
@@ -85,7 +88,7 @@ def _matrix(result: Mapping[str, Any], names: Mapping[str, str]) -> str:
             shade = "" if pair is None else f' class="{_SHADES[pair["pass"]]}"'
             cells.append(f"<td{shade}>{'' if pair is None else escape(pair_words(pair))}</td>")
         rows.append(f"<tr><th scope=row>{name}</th>{''.join(cells)}</tr>")
-    return f"<table><tr><td></td>{head}</tr>{''.join(rows)}</table>"
+    return f'<div class="wide"><table><tr><td></td>{head}</tr>{"".join(rows)}</table></div>'
 
 
 def pair_words(pair: Mapping[str, Any]) -> str:
@@ -106,7 +109,8 @@ def restart_words(reasons: Sequence[str]) -> str:
 
 
 def _page(title: str, parts: Sequence[str]) -> str:
-    head = f"<meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>"
+    head = "<meta charset=utf-8><meta name=viewport content='width=device-width, initial-scale=1'>"
+    head += f"<title>{escape(title)}</title><style>{_STYLE}</style>"
     body = "\n".join((f"<h1>{escape(title)}</h1>", *parts))
     return f"<!doctype html><html lang=en><head>{head}</head><body>{body}</body></html>\n"
 
@@ -116,13 +120,15 @@ def _sections(result: Mapping[str, Any]) -> list[str]:
     levels = {level["level"]: level for level in result["levels"] if level["tolerance"] is not None}
     parts = [_share(side, share) for side, share in result["experts"].items() if share is not None]
     parts.append(_verdicts(result["levels"]))
-    if "op" in levels:
-        parts += ["<h2>Operators</h2>", _operators(levels["op"])]
-    if "layer" in levels:
-        parts += ["<h2>Drift of the residual, relative, by layer</h2>", _drift(levels["layer"])]
-        parts.append(_divergence(levels["layer"]["divergence"]))
-    if "decisions" in levels:
-        parts += ["<h2>Margins of the likeliest token, and flips</h2>", _margins(levels["decisions"])]
+    for name, heading, body in (
+        ("op", "Operators", _op), ("layer", "Drift of the residual, by layer", _layer), ("logits", "Logits", _figures),
+        ("decisions", "Decisions: the likeliest token, and what the routers chose", _decisions),
+        ("generation", "Greedy answers: where they part", _generation),
+        ("task", "Task: a text, and questions with one right answer", _figures),
+    ):  # fmt: skip
+        if name in levels:
+            parts += [f"<h2>{heading}</h2>", f"<p>{_word(levels[name]['pass'])}: {escape(levels[name]['reason'])}</p>"]
+            parts.append(body(levels[name]))
     return parts
 
 
@@ -131,14 +137,11 @@ def _share(side: str, share: Mapping[str, Any]) -> str:
     return f"<p>{side.upper()}: {peer} computed {share['held']} of {share['of']} experts, this machine the others.</p>"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells are markup already."""
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "figures") -> str:
+    """Cells are markup already. A table that is wider than the page is moved sideways."""
     top = "".join(f"<th>{cell}</th>" for cell in head)
-    return (
-        f"<table><tr>{top}</tr>"
-        + "".join("<tr>" + "".join(f"<td>{c}</td>" for c in r) + "</tr>" for r in rows)
-        + ("</table>")
-    )
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="wide"><table class="{kind}"><tr>{top}</tr>{body}</table></div>'
 
 
 def _word(passed: bool | None) -> str:
@@ -148,79 +151,72 @@ def _word(passed: bool | None) -> str:
 
 
 def _verdicts(levels: Sequence[Mapping[str, Any]]) -> str:
-    rows = [
-        (level["level"], _word(level["pass"]), _key_figure(level), escape(level["reason"] or "")) for level in levels
-    ]
-    return _table(("level", "", "", ""), rows)
+    rows = [(level["level"], _word(level["pass"]), escape(level["reason"])) for level in levels]
+    return _table(("level", "verdict", "why"), rows, "words")
 
 
-def _key_figure(level: Mapping[str, Any]) -> str:
-    if level["tolerance"] is None:
-        return ""
-    match level["level"]:
-        case "op":
-            worst = max(level["ops"], key=lambda row: float(row["relative_l2"]))
-            return f"relative L2 at most {worst['relative_l2']:.1e} ({worst['op']} {worst['type'] or ''})"
-        case "layer":
-            return f"{level['pinned']['relative_l2'][-1]:.1e} after the last layer"
-        case "logits":
-            return f"mean KL {level['kl_mean']:.1e}"
-        case "decisions":
-            return f"{level['flips']} of {level['positions']} flipped, {level['flips_predicted']:.1f} predicted"
-        case "generation":
-            return f"{level['identical']} of {level['prompts']} answers the same"
-        case _:
-            return f"{level['nll_difference']:+.1e} nats a token, standard error {level['standard_error']:.1e}"
+def _figures(level: Mapping[str, Any]) -> str:
+    """Every figure of a level beside llama.cpp's own noise."""
+    rows = [tuple(escape(cell) for cell in figure) for figure in figures_of(level)]
+    return _table(("", "A and B", "llama.cpp's own noise", "limit"), rows)
 
 
-def _operators(level: Mapping[str, Any]) -> str:
-    head = ("operator", "weights", "length", "largest", "relative L2", "cosine", "limit", "cause", "")
+# -- levels -----------------------------------------------------------------------------------------------------------
+
+
+def _op(level: Mapping[str, Any]) -> str:
+    head = ("operator", "weights", "length", "largest", "relative L2", "cosine", "limit", "worst at", "cause", "")
     rows = [
         (
-            row["op"], row["type"] or "", str(row["length"]), f"{row['max_abs_diff']:.1e}", f"{row['relative_l2']:.1e}",
-            f"{row['min_cosine']:.7f}", f"{row['tolerance']['median_relative_l2']:.1e}", _cause(row),
-            _word(row["pass"]),
+            row["op"], row["type"] or "", str(row["length"]), short(row["max_abs_diff"]), short(row["relative_l2"]),
+            f"{row['min_cosine']:.7f}", short(row["tolerance"]["median_relative_l2"]), f"{row['worst_width']} rows",
+            _cause(row), _word(row["pass"]),
         )
         for row in level["ops"]
     ]  # fmt: skip
+    widths = ", ".join(map(str, level["widths"]))
     notes = "".join(f"<p>Left out: {escape(note)}</p>" for note in level["skipped"])
-    return _table(head, rows) + notes
+    return f"{_references(level)}{_table(head, rows)}<p>The worst over batches of {widths} rows.</p>{notes}"
+
+
+def _references(level: Mapping[str, Any]) -> str:
+    """A, B and both references, each beside each other: the largest relative L2 of any product."""
+    products = [row for row in level["ops"] if "to_exact" in row]
+    if not products:
+        return ""
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in products:
+        found.setdefault(("A", "B"), []).append(row["relative_l2"])
+        found.setdefault((EXACT, ROUNDED), []).append(row["references_apart"])
+        for side in "ab":
+            found.setdefault((side.upper(), EXACT), []).append(row["to_exact"][side])
+            found.setdefault((side.upper(), ROUNDED), []).append(row["to_rounded"][side])
+    far = {frozenset(pair): short(max(values)) for pair, values in found.items()}
+    names = ("A", "B", EXACT, ROUNDED)
+    rows = [(one, *(far.get(frozenset((one, other)), "") for other in names)) for one in names]
+    words = "Every pair of A, B and the references (exact, and with activations rounded to 8 bits)"
+    return f"<p>{words}: the largest relative L2 of a product.</p>" + _table(("", *names), rows)
+
+
+def _layer(level: Mapping[str, Any]) -> str:
+    return drift_curve(level) + _figures(level) + _divergence(level["divergence"])
+
+
+def _decisions(level: Mapping[str, Any]) -> str:
+    return margin_histogram(level) + _figures(level)
+
+
+def _generation(level: Mapping[str, Any]) -> str:
+    return fork_histogram(level) + _figures(level)
 
 
 def _cause(row: Mapping[str, Any]) -> str:
     """The cause, and what the reference has to be switched to to come near each side."""
     if row["bit_identical"]:
-        return ""
+        return "no difference"
     sides = [f"{side.upper()}: {each['setting']}" for side, each in row["nearest"].items() if each["setting"]]
     title = escape("; ".join(sides), quote=True)
-    return f'<span title="{title}">{escape(row["cause"] or "not attributable")}</span>'
-
-
-def _axes(highest: float, last: str, first: str) -> str:
-    return (
-        f'<line x1="{_LEFT}" y1="{_HEIGHT}" x2="{_WIDTH}" y2="{_HEIGHT}" stroke="#444"/>'
-        f'<line x1="{_LEFT}" y1="0" x2="{_LEFT}" y2="{_HEIGHT}" stroke="#444"/>'
-        f'<text x="2" y="12">{highest:.2g}</text><text x="2" y="{_HEIGHT}">0</text>'
-        f'<text x="{_LEFT}" y="{_HEIGHT + 16}">{first}</text>'
-        f'<text x="{_WIDTH}" y="{_HEIGHT + 16}" text-anchor="end">{last}</text>'
-    )
-
-
-def _svg(content: str) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT + _BELOW}" width="{_WIDTH}" role="img">{content}</svg>'
-
-
-def _drift(level: Mapping[str, Any]) -> str:
-    curves = [(level[key]["relative_l2"], name, colour) for key, name, colour in _CURVES]
-    curves.append((level["tolerance"]["relative_l2"], "limit", "#cf222e"))
-    highest = max((max(values) for values, _, _ in curves), default=0.0) or 1.0
-    lines = []
-    for at, (values, name, colour) in enumerate(curves):
-        step = (_WIDTH - _LEFT) / max(len(values) - 1, 1)
-        points = " ".join(f"{_LEFT + i * step:.1f},{_HEIGHT * (1 - v / highest):.1f}" for i, v in enumerate(values))
-        lines.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        lines.append(f'<text x="{_LEFT + 10}" y="{14 + 14 * at}" fill="{colour}">{escape(name)}</text>')
-    return _svg(_axes(highest, f"layer {level['layers']}", "1") + "".join(lines))
+    return f'<span title="{title}">{escape(cause_of(row))}</span>'
 
 
 def _divergence(divergence: Mapping[str, Any]) -> str:
@@ -234,16 +230,3 @@ def _divergence(divergence: Mapping[str, Any]) -> str:
     if not rows:
         return "<p>On the same rows every expert gives the same bits.</p>"
     return _table(("on the same rows", "layer", "expert", "A by", "B by", "relative L2"), rows)
-
-
-def _margins(level: Mapping[str, Any]) -> str:
-    found = level["margin_histogram"]
-    highest, step = max(*found["counts"], 1), (_WIDTH - _LEFT) / len(found["counts"])
-    bars = [
-        f'<rect x="{_LEFT + i * step:.1f}" y="{_HEIGHT * (1 - count / highest):.1f}" width="{step - 1:.1f}" '
-        f'height="{_HEIGHT * count / highest:.1f}" fill="{colour}"/>'
-        for counts, colour in ((found["counts"], "#b6d3fb"), (found["flipped"], "#cf222e"))
-        for i, count in enumerate(counts)
-    ]
-    note = f"<p>Red: flipped ({level['flips']}). Predicted: {level['flips_predicted']:.1f}.</p>"
-    return _svg(_axes(highest, f"{found['edges'][-1]:.2g} and more", "0") + "".join(bars)) + note

@@ -7,7 +7,7 @@ the undivided model is compared with itself under another choice of kernels (`fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -76,25 +76,29 @@ class Passes:
     pinned: Drift = field(default_factory=Drift)
     logits: list[LogitRows] = field(default_factory=list)
     routes: dict[int, list[tuple[I32, I32]]] = field(default_factory=dict)
-    floor_drift: Drift = field(default_factory=Drift)
+    floor_free: Drift = field(default_factory=Drift)
+    floor_pinned: Drift = field(default_factory=Drift)
+    floor_routes: dict[int, list[tuple[I32, I32]]] = field(default_factory=dict)
     floor: list[LogitRows] = field(default_factory=list)
 
     def levels(self, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
         rows, floor = LogitRows.join(self.logits), LogitRows.join(self.floor)
         if "layer" in wanted:
-            pinned, free, noise = (drift.figures() for drift in (self.pinned, self.free, self.floor_drift))
-            verdict = layer_level(pinned["relative_l2"], noise["relative_l2"], sorted(self.pinned.apart))
+            pinned, free = self.pinned.figures(), self.free.figures()
+            noise = {"pinned": self.floor_pinned.figures(), "free": self.floor_free.figures()}
+            verdict = layer_level(pinned["relative_l2"], noise["pinned"]["relative_l2"], sorted(self.pinned.apart))
             yield {**verdict, "layers": len(self.free.apart), "pinned": pinned, "free": free, "noise_floor": noise}
         if "logits" in wanted:
             yield logits_level(rows, floor)
         if "decisions" in wanted:
-            yield decisions_level(rows, self._routing(), floor)
+            yield decisions_level(rows, _routing(self.routes), floor, _routing(self.floor_routes))
 
-    def _routing(self) -> list[RoutingChange]:
-        return [
-            routing_change(layer, *(np.concatenate(side) for side in zip(*windows, strict=True)))
-            for layer, windows in sorted(self.routes.items())
-        ]
+
+def _routing(routes: Mapping[int, Sequence[tuple[I32, I32]]]) -> list[RoutingChange]:
+    return [
+        routing_change(layer, *(np.concatenate(side) for side in zip(*windows, strict=True)))
+        for layer, windows in sorted(routes.items())
+    ]
 
 
 def pass_through(split: Split, text: str, tokens: int, progress: Progress) -> Passes:
@@ -120,9 +124,11 @@ def pass_through(split: Split, text: str, tokens: int, progress: Progress) -> Pa
             other.pinned = None
             of_quiet, of_fast = decode(quiet, window), decode(quick, window)
             found.floor.append(logit_rows(of_quiet, of_fast))
+            found.floor_free.add(watching.residuals, other.residuals)
+            _keep_routes(found.floor_routes, watching.routes, other.routes)
             other.pinned = dict(watching.routes)
             decode(quick, window)
-            found.floor_drift.add(watching.residuals, other.residuals)
+            found.floor_pinned.add(watching.residuals, other.residuals)
     return found
 
 
@@ -132,7 +138,7 @@ def windows_of(vocabulary: Vocabulary, text: str, tokens: int) -> list[I32]:
     Raises:
         UsageError: the text has fewer tokens.
     """
-    length, every = tokens * CHARS_A_TOKEN, np.empty(0, np.int32)
+    length, every = min(tokens * CHARS_A_TOKEN, len(text)), np.empty(0, np.int32)
     while len(every) < tokens + CUT_TOKENS and length < 2 * len(text):
         length = 2 * length
         every = np.array(vocabulary.tokenize(text[:length]), np.int32)
@@ -152,6 +158,11 @@ def decode(model: LlamaModel, window: I32) -> F32:
     return model.decode(window, np.arange(n, dtype=np.int32), np.zeros(n, np.int32), np.ones(n, bool))
 
 
+def _keep_routes(to: dict[int, list[tuple[I32, I32]]], of_a: Mapping[int, I32], of_b: Mapping[int, I32]) -> None:
+    for layer, chosen in of_a.items():
+        to.setdefault(layer, []).append((chosen, of_b[layer]))
+
+
 def _compare(model: LlamaModel, a: TracingHook, b: TracingHook, window: I32, found: Passes) -> None:
     model.hook, b.pinned = a, None
     of_a = decode(model, window)
@@ -160,8 +171,7 @@ def _compare(model: LlamaModel, a: TracingHook, b: TracingHook, window: I32, fou
     model.hook = b
     of_b = decode(model, window)
     found.free.add(residuals, b.residuals)
-    for layer, chosen in routes.items():
-        found.routes.setdefault(layer, []).append((chosen, b.routes[layer]))
+    _keep_routes(found.routes, routes, b.routes)
     b.pinned = routes
     decode(model, window)
     found.pinned.add(residuals, b.residuals)

@@ -12,12 +12,17 @@ from itertools import combinations
 from typing import Any, Final
 
 from backends.experts import F32
+from backends.gguf_types import GGML_TYPES
+from backends.llama import start_library
+from backends.probe_weights import WEIGHT_TYPES
 from backends.variants import VARIANTS
 from capabilities.equivalence import difference, worst
-from capabilities.errors import KernelFailed, UnsupportedModel
+from capabilities.errors import KernelFailed, UnsupportedModel, UsageError
 from swarmnode.equivalence.recipes import TYPES, Operator, Recipe, compute
 from swarmnode.equivalence.targets import EXACT, ROUNDED, Target, find_target
 from swarmnode.kernels.store import is_built
+
+_KNOWN: Final = tuple(GGML_TYPES[kind].name for kind in WEIGHT_TYPES)
 
 Progress = Callable[[str, int, int], None]
 
@@ -38,8 +43,13 @@ def compare_all(names: Sequence[str], types: Sequence[str], progress: Progress) 
     """Compare all pairs; the result is what `--json` prints. `types`: of weights, by ggml's names; empty: the usual.
 
     Raises:
-        UsageError: a target is not there.
+        UsageError: a target is not there, there is only one, or no such type of weights.
     """
+    if len(set(names)) < 2:
+        raise UsageError("kernels are compared with each other: name two targets or more, or none for all")
+    if unknown := [kind for kind in types if kind not in _KNOWN]:
+        raise UsageError(f"there are no weights of type {unknown[0]!r}", hint=f"Choose from: {', '.join(_KNOWN)}.")
+    start_library()
     recipes = [Recipe("matmul", kind, LENGTH, WIDTHS) for kind in types or TYPES]
     if not types:
         recipes += [Recipe(op, "", length, WIDTHS) for op, length in _UNTYPED]

@@ -8,6 +8,7 @@ answer is compared with llama.cpp on the undivided model, token by token; it nee
 from __future__ import annotations
 
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,6 +20,7 @@ from capabilities.errors import UsageError
 from scheduler.sampling import SamplingParams
 from swarmnode.bench import find_model
 from swarmnode.chat_messages import chat
+from swarmnode.kernels.arm64 import EMULATOR
 from swarmnode.kernels.store import emulated_environ, emulated_python, launch_of
 from swarmnode.local_swarm import LocalNode, LocalSwarm
 from swarmnode.prompt_messages import Ask, new_request_id
@@ -35,6 +37,7 @@ WORKERS_MAX: Final = 8
 _OF_PEER: Final = ("name", "state", "fitness", "experts_held", "dispatches", "bit_identical_to_leader", "error")
 _OF_BACKEND: Final = ("device", "numeric_class", "rows_per_s")
 _LOOK_S: Final = 0.5
+_ASK_S: Final = 30.0
 
 Progress = Callable[[str, int, int], None]
 
@@ -50,7 +53,7 @@ def run_mixed(
     if not 1 <= len(words) <= WORKERS_MAX:
         raise UsageError(f"{len(words)} workers; from 1 to {WORKERS_MAX} can be made")
     for word in words:  # before anything is started
-        emulated_python() if word.partition(":")[0] == EMULATED else launch_of(word)
+        check_processor(word) if word.partition(":")[0] == EMULATED else launch_of(word)
     file = find_model(model, progress)
     root = Path(tempfile.mkdtemp(prefix="swarmnode-kernels-"))
     settings = {"leader": {"context_tokens": CONTEXT_TOKENS, "parallel": 1, "request_deadline_s": deadline_s}}
@@ -87,6 +90,16 @@ def _set_up(node: LocalNode, word: str) -> None:
         return
     node.python, node.start_s = emulated_python(), START_S
     node.environment |= emulated_environ() | ({"QEMU_CPU": processor} if processor else {})
+
+
+def check_processor(word: str) -> None:
+    """UsageError unless the emulator knows the processor that is named behind the colon."""
+    emulated_python()
+    processor = word.partition(":")[2]
+    listed = subprocess.run([EMULATOR, "-cpu", "help"], capture_output=True, text=True, timeout=_ASK_S, check=False)
+    known = [line.strip() for line in listed.stdout.splitlines() if line.startswith(" ")]
+    if processor and processor not in known:
+        raise UsageError(f"{EMULATOR} knows no processor {processor!r}", hint=f"Choose from: {', '.join(known)}.")
 
 
 def _wait_measured(swarm: LocalSwarm, progress: Progress) -> None:
