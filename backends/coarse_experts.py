@@ -7,7 +7,7 @@ hundreds of ways: they are computed one group after the other, and only for who 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -15,9 +15,10 @@ from typing import Final
 
 import numpy as np
 from gguf import GGMLQuantizationType
+from numpy.typing import NDArray
 
 from backends.experts import F32, ReadSlice
-from backends.known_roundings import ROUNDINGS, Rounding, to_codes
+from backends.known_roundings import BF16_SUMS, BY_BATCH, HALF_SUMS, ROUNDINGS, Rounding, Sums, to_codes
 from backends.manifest import LayerExperts
 from backends.numpy_functions import Rows
 from backends.numpy_reference import NumpyExperts
@@ -30,50 +31,76 @@ _ROWS_AT_ONCE: Final = 256  # so many make one product worth its weights' way th
 class Way:
     """How one device rounds: the expert's input, what goes into its other products, its weights. None: not at all.
 
-    as_kernels: and then as this machine's kernels do. only: for weights of this type.
+    as_kernels: and then as this machine's kernels do. sums: how it adds, else in single precision. only: for weights of
+    this type. whole: all rows of a batch must be there.
     """
 
     at_input: Rounding | None
     within: Rounding | None
     weights: Rounding | None = None
     as_kernels: bool = False
+    sums: Sums | None = None
     only: GGMLQuantizationType | None = None
+    whole: bool = False
 
 
 def _ways() -> Iterator[Way]:
-    for each in ROUNDINGS.values():
-        yield Way(each, each)
+    for name, each in ROUNDINGS.items():
+        yield Way(each, each, whole=name in BY_BATCH)
     for name in ("bf16", "bf16 cut off", "tf32 cut off"):  # matrix units that take both factors so
         yield Way(ROUNDINGS[name], ROUNDINGS[name], ROUNDINGS[name])
     channels = partial(to_codes, block=0)  # KleidiAI repacks Q8_0 with one step for each neuron
     for name in ("codes with offset by row", "codes by row"):
         yield Way(ROUNDINGS[name], ROUNDINGS[name], channels, only=GGMLQuantizationType.Q8_0)
     for as_kernels in (True, False):
-        for each in ROUNDINGS.values():
-            yield Way(each, None, as_kernels=as_kernels)
-            yield Way(None, each, as_kernels=as_kernels)
-    for each in ROUNDINGS.values():
-        yield Way(each, each, as_kernels=True)
+        for name, each in ROUNDINGS.items():
+            yield Way(each, None, as_kernels=as_kernels, whole=name in BY_BATCH)
+            yield Way(None, each, as_kernels=as_kernels, whole=name in BY_BATCH)
+    for name, each in ROUNDINGS.items():
+        yield Way(each, each, as_kernels=True, whole=name in BY_BATCH)
+    for sums in BF16_SUMS:
+        yield Way(None, None, sums=sums)
+        yield Way(ROUNDINGS["bf16"], ROUNDINGS["bf16"], ROUNDINGS["bf16"], sums=sums)
+    for sums in HALF_SUMS:
+        yield Way(ROUNDINGS["f16"], ROUNDINGS["f16"], ROUNDINGS["f16"], sums=sums)
 
 
 WAYS: Final = tuple(_ways())
 
 
-def coarse_rows(layer: LayerExperts, program: ExpertProgram, expert: int, read: ReadSlice, x: F32) -> Iterator[F32]:
-    """What the expert gives for rows x [n, n_in] in each known way: [n, n_out], one after the other.
+def coarse_rows(
+    layer: LayerExperts,
+    program: ExpertProgram,
+    expert: int,
+    read: ReadSlice,
+    x: F32,
+    some: NDArray[np.intp],
+    ways: Collection[int] | None = None,
+) -> Iterator[tuple[int, F32]]:
+    """What the expert gives for `some` of the rows x [n, n_in] in each known way, or in these: its number and
+    [len(some), n_out], one after the other.
 
     Raises:
         UnsupportedModel: weights that cannot be dequantised here.
     """
     backend = _Rounding()
     backend.load_layer(layer, program, [expert], read)
-    step = max(1, _ROWS_AT_ONCE // len(x))
-    for _, alike in groupby(WAYS, lambda way: (way.weights, way.as_kernels)):
-        ways = list(alike)
-        for start in range(0, len(ways), step):
-            some = ways[start : start + step]
-            rows = backend.rows(layer.layer, expert, x, some)
-            yield from np.split(rows, len(some))
+    numbers = range(len(WAYS)) if ways is None else sorted(ways)
+    for _, group in groupby(numbers, lambda number: _alike(WAYS[number])):
+        alike = list(group)
+        whole = WAYS[alike[0]].whole
+        rows = x if whole else x[some]
+        step = max(1, _ROWS_AT_ONCE // len(rows))
+        for start in range(0, len(alike), step):
+            now = alike[start : start + step]
+            found = backend.rows(layer.layer, expert, rows, [WAYS[number] for number in now])
+            for number, values in zip(now, np.split(found, len(now)), strict=True):
+                yield number, values[some] if whole else values
+
+
+def _alike(way: Way) -> tuple[object, ...]:
+    """What ways have in common that can be computed at once."""
+    return way.weights, way.as_kernels, way.sums, way.only, way.whole
 
 
 class _Rounding(NumpyExperts):
@@ -85,7 +112,7 @@ class _Rounding(NumpyExperts):
         self._of_input: Iterator[bool] = iter(())
 
     def rows(self, layer: int, expert: int, x: F32, ways: Sequence[Way]) -> F32:
-        """[ways * n, n_out]; the ways have `weights` and `as_kernels` in common."""
+        """[ways * n, n_out]; the ways are `_alike`."""
         self._ways, self._as_kernels = ways, ways[0].as_kernels
         program = self._layers[layer].program
         self._of_input = iter([node.inputs == (0,) for node in program.nodes if node.op == "mul_mat_id"])
@@ -102,4 +129,6 @@ class _Rounding(NumpyExperts):
                 parts[at] = rounding(parts[at])
         if (of_weights := self._ways[0].weights) is not None and self._ways[0].only in (None, kind):
             weight = of_weights(np.asarray(weight, np.float32))
+        if (sums := self._ways[0].sums) is not None:
+            return sums(np.concatenate(parts), weight)
         return super()._multiply(np.concatenate(parts), weight, kind)

@@ -28,9 +28,10 @@ from backends.numpy_functions import Rows
 from backends.numpy_reference import NumpyExperts
 from backends.program import ExpertProgram
 from capabilities.errors import UnsupportedModel
-from capabilities.row_check import RowReferences
+from capabilities.row_check import RowReferences, Some
 
 HOT_SHARE: Final = 0.5  # c: enough for the neuron to give most of the result; more adds little
+_OTHER_ORDERS: Final = 3  # of half-precision sums: with the first, four are seldom all right by luck
 _UNROUNDED: Final = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 
 
@@ -69,11 +70,12 @@ def references(layer: LayerExperts, program: ExpertProgram, expert: int, read: R
     Raises:
         UnsupportedModel: weights that cannot be dequantised here.
     """
-    tokens, experts = np.arange(len(x), dtype=np.int32), np.full(len(x), expert, np.int32)
+    every = np.arange(len(x))
 
-    def under(backend: NumpyExperts) -> F32:
+    def under(backend: NumpyExperts, some: Some = every) -> F32:
         backend.load_layer(layer, program, [expert], read)
-        return backend.compute(layer.layer, x, tokens, experts)
+        tokens, experts = np.arange(len(some), dtype=np.int32), np.full(len(some), expert, np.int32)
+        return backend.compute(layer.layer, x[some], tokens, experts)
 
     return RowReferences(
         exact=under(NumpyExperts("float64")),
@@ -83,8 +85,21 @@ def references(layer: LayerExperts, program: ExpertProgram, expert: int, read: R
             under(_ShortBlocks("float32", quantize_activations=True)),
         ),
         halves=under(NumpyExperts("float16")),
-        coarse=lambda rows: (every[rows] for every in coarse_rows(layer, program, expert, read, x)),
+        half_sums=lambda some: (under(_OtherOrder(number), some) for number in range(_OTHER_ORDERS)),
+        coarse=lambda some, ways: coarse_rows(layer, program, expert, read, x, some, ways),
     )
+
+
+class _OtherOrder(NumpyExperts):
+    """Half-precision sums of the same products in another order."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__("float16")
+        self._number = number
+
+    def _multiply(self, a: Rows, weight: Rows, kind: GGMLQuantizationType) -> Rows:
+        order = np.random.default_rng(self._number).permutation(a.shape[1])
+        return super()._multiply(a[:, order], weight[:, order], kind)
 
 
 class _HalfFactors(NumpyExperts):

@@ -7,6 +7,8 @@ A kernel may round what it multiplies to any of them, at the expert's input, bet
     floating point   bfloat16, TF32, and 8 bits (E4M3, E5M2) with no scale, or one for a block, a row or the batch
     four bits        MXFP4 and NVFP4, as matrix units of newer GPUs take them
 
+Sums in bfloat16, or in half precision, one run of products after the other, are here, too.
+
 Each is a function of rows float32 [R, n] that gives float32 [R, n]; a last block may be shorter than the others.
 """
 
@@ -17,10 +19,15 @@ from functools import partial
 from typing import Final
 
 import numpy as np
+from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
+
+from backends.numpy_functions import round_activations
 
 F32 = NDArray[np.float32]
 Rounding = Callable[[F32], F32]
+Sums = Callable[[F32, F32], F32]
+"""A product: a [R, n] times weight [m, n] gives [R, m]."""
 
 _E4M3: Final = (3, -6, 448.0)
 _E4M3_AMD: Final = (3, -7, 240.0)
@@ -164,3 +171,30 @@ ROUNDINGS: Final[dict[str, Rounding]] = {
     **dict(_floats()),
 }
 """By what they are called in the docs."""
+BY_BATCH: Final = frozenset(name for name in ROUNDINGS if name.endswith("by batch"))
+
+
+def _add(a: F32, weight: F32, run: int, rounded: Rounding, *, fused: bool = True) -> F32:
+    """Runs of products are added exactly, and then one after the other, each sum rounded. fused: and no run alone."""
+    total = np.zeros((len(a), len(weight)), np.float32)
+    for start in range(0, a.shape[1], run):
+        part = a[:, start : start + run] @ weight[:, start : start + run].T
+        total = rounded(total + (part if fused else rounded(part)))
+    return total
+
+
+def _half(values: F32) -> F32:
+    with np.errstate(over="ignore"):
+        return values.astype(np.float16).astype(np.float32)
+
+
+def _sums(rounded: Rounding) -> tuple[Sums, ...]:
+    """The longer the runs, the less harm: of more than 128 products they do little."""
+    return (
+        *(partial(_add, run=run, rounded=rounded, fused=False) for run in (128, 64, 32, 16, 8, 4, 1)),
+        *(partial(_add, run=run, rounded=rounded) for run in (4, 1)),
+    )
+
+
+BF16_SUMS: Final = _sums(lambda values: round_activations(values, GGMLQuantizationType.BF16))
+HALF_SUMS: Final = _sums(_half)

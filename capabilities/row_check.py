@@ -18,7 +18,7 @@ or so finely interleaved that they do no harm. F16 is a reason for more checks a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -37,7 +37,15 @@ _SEPARATE: Final = 3.0  # half-precision sums must stretch so many times more th
 _ANOTHER_FUNCTION: Final = 0.3
 
 
-def _none_known(rows: NDArray[np.intp]) -> Iterable[Rows]:
+Some = NDArray[np.intp]
+"""Numbers of rows."""
+
+
+def _none_known(rows: Some, ways: Collection[int] | None = None) -> Iterable[tuple[int, Rows]]:
+    return ()
+
+
+def _no_other(rows: Some) -> Iterable[Rows]:
     return ()
 
 
@@ -46,14 +54,17 @@ class RowReferences:
     """The same rows under several arithmetics, each [rows, n_out].
 
     exact: float64. rounded: sums in F32 (or better), activations rounded as known kernels do; the first to F16.
-    halves: sums in half precision. coarse: for these of the rows [R], what each coarser arithmetic gives that is known,
-    one after the other: there are many, so each is computed when it is asked for.
+    halves: sums in half precision.
+
+    What takes long is computed when it is asked for, of some of the rows. half_sums: the same in other orders. coarse:
+    what each coarser arithmetic gives that is known, or each of these `ways`, with its number.
     """
 
     exact: Rows
     rounded: tuple[Rows, ...]
     halves: Rows
-    coarse: Callable[[NDArray[np.intp]], Iterable[Rows]] = _none_known
+    half_sums: Callable[[Some], Iterable[Rows]] = _no_other
+    coarse: Callable[[Some, Collection[int] | None], Iterable[tuple[int, Rows]]] = _none_known
 
     def judge(self, answer: Rows) -> Precision:
         """F32 or F16 as the precision of the answer's sums, or UNKNOWN. The answer is [rows, n_out], as `exact` is."""

@@ -15,8 +15,9 @@ coarse, too, up to twice what rounding activations does to it, unless more rows 
 
 Kernels that round activations more coarsely than this machine's (backends/known_roundings.py: one step for a whole row,
 8-bit floating point, four bits) are as far off as wrong weights are. But what each would answer can be computed. A row
-that would be wrong or odd meets all of them, and is coarse if one of them is off in just that direction: an error that
-knows nothing of a rounding is no nearer to what it gives than the exact row is. Such peers are unfit, and no cheats.
+that would be wrong or odd meets all of them, or those that explain others of its answer, and is coarse if one of them
+is off in just that direction: an error that knows nothing of a rounding is no nearer to what it gives than the exact
+row is. Such peers are unfit, and no cheats.
 
 Small errors that are no rounding hide among the coarse rows. A row is `odd` if d is more than FAR_TIMES h, or nearly
 all of d is a wrong length where no neuron is known to take the error of all. One odd row says nothing: a code at a tie
@@ -25,7 +26,7 @@ may do that, or half-precision sums that were lucky in h. How many rows are odd 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any, Final
@@ -55,7 +56,9 @@ _FLIP_TIMES: Final = 2.0
 # thousandth, or a code or two at ties.
 _WELL_EXPLAINED: Final = 1 / 8
 _EXPLAINED: Final = 1 / 2
+_FEW: Final = 8  # of more, the median of h is no luck
 _ODD_ASKS: Final = 1 / 2  # of an answer's rows: fewer convict nobody, and to take rows apart takes long
+_TAKEN_APART: Final = 4  # rows that meet everything: a second or two for large experts
 _LENGTH_MIN: Final = 1e-4  # below, no kernel need be that exact
 
 
@@ -116,9 +119,9 @@ def grade_rows(answer: F32, own: F32, refer: Refer, terms: int, agreeing: int = 
 
 
 def _grade_far(y: F64, from_own: F64, own: F64, references: RowReferences, terms: int, agreeing: int) -> Graded:
+    exact = references.exact.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        exact = references.exact.astype(np.float64)
-        halves = np.nan_to_num(_relative(references.halves.astype(np.float64) - exact, exact), nan=np.inf)
+        halves = _off(references.halves, exact)
         nearest, near_to = from_own.copy(), own.copy()
         for reference in (references.exact, *references.rounded):
             r = reference.astype(np.float64)
@@ -127,45 +130,82 @@ def _grade_far(y: F64, from_own: F64, own: F64, references: RowReferences, terms
             nearest[closer], near_to[closer] = d[closer], r[closer]
         length = np.abs(_length(y, near_to))
         hot = np.abs(_length(references.halves.astype(np.float64), exact)) >= _ALONG_HALVES * halves
-        ratio = np.nan_to_num(nearest / halves, nan=0.0, posinf=np.finfo(np.float64).max)
-    ties = product_limits("", 32, terms, Precision.Q8, Precision.Q8).worst_relative_l2
-    usual = np.maximum(halves, np.median(halves))  # a single row's may be small by luck
-    with np.errstate(over="ignore"):
-        limit = np.minimum(np.maximum(HALVES_TIMES * usual, ties), SAME_WORST_LIMIT)
-    wrong = ~(nearest <= limit)
     within = nearest <= np.maximum(NEAR, _QUARTER * np.where(np.isfinite(halves), halves, 0.0))
-    excused = wrong & (nearest <= np.minimum(_FLIP_TIMES * _rounding(references), SAME_WORST_LIMIT))
     along = max(_ALONG, _ALONG_SIGMAS / np.sqrt(y.shape[1]))
     stretched = (length >= along * nearest) & (nearest > _LENGTH_MIN) & ~hot
+    wrong, ratio = _against_halves(nearest, halves, terms)
     odd = wrong | (~within & ((ratio > FAR_TIMES) | stretched))
+    if len(y) < _FEW and odd.any():
+        rows = np.flatnonzero(odd)
+        halves[rows] = _root_mean_square([halves[rows], *(_off(r, exact[rows]) for r in references.half_sums(rows))])
+        wrong, ratio = _against_halves(nearest, halves, terms)
+        odd = wrong | (~within & ((ratio > FAR_TIMES) | stretched))
     if wrong.any() or odd.sum() > _ODD_ASKS * len(odd):
         rows = np.flatnonzero(odd)
-        share = _unexplained(y[rows], exact[rows], references.coarse(rows))
+        share = _unexplained(y, exact, references, rows)
         wrong[rows[share <= _EXPLAINED]] = False
         odd[rows[share <= _WELL_EXPLAINED]] = False
+    excused = wrong & (nearest <= np.minimum(_FLIP_TIMES * _rounding(references), SAME_WORST_LIMIT))
     if excused.sum() <= agreeing + (~wrong).sum():  # else it is no accident of single rows
         wrong &= ~excused
     grade = np.where(wrong, Grade.WRONG, np.where(within, Grade.WITHIN, Grade.COARSE)).astype(np.int8)
     return Graded(grade, nearest, ratio, odd)
 
 
-def _unexplained(y: F64, exact: F64, coarse: Iterable[NDArray[Any]]) -> F64:
-    """Of how far each row is off from the exact one: the share that no known coarse arithmetic is off by, too."""
-    least = np.full(len(y), np.inf)
-    for each in coarse:
-        c = each.astype(np.float64)
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            share = np.linalg.norm(y - c, axis=1) / np.linalg.norm(c - exact, axis=1)
-        least = np.fmin(least, share)
-        if (least <= _WELL_EXPLAINED).all():
+def _against_halves(nearest: F64, halves: F64, terms: int) -> tuple[NDArray[np.bool_], F64]:
+    """Which rows are further off than half-precision sums can be, and how each is in proportion to those."""
+    ties = product_limits("", 32, terms, Precision.Q8, Precision.Q8).worst_relative_l2
+    usual = np.maximum(halves, np.median(halves))  # a single row's may be small by luck
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        limit = np.minimum(np.maximum(HALVES_TIMES * usual, ties), SAME_WORST_LIMIT)
+        ratio = np.nan_to_num(nearest / halves, nan=0.0, posinf=np.finfo(np.float64).max)
+    return ~(nearest <= limit), ratio
+
+
+def _unexplained(y: F64, exact: F64, references: RowReferences, rows: NDArray[np.intp]) -> F64:
+    """Of how far each of these rows is off from the exact one: the share that no coarse arithmetic is off by, too.
+
+    Some of them meet every one that is known, the others those alone that these are explained by.
+    """
+    least = np.full(len(rows), np.inf)
+    first = np.unique(np.linspace(0, len(rows) - 1, _TAKEN_APART).astype(np.intp))
+    by, shares = np.full(len(first), -1), np.full(len(first), np.inf)
+    for way, coarse in references.coarse(rows[first], None):
+        share = _share(y[rows[first]], exact[rows[first]], coarse)
+        by, shares = np.where(share < shares, way, by), np.fmin(share, shares)
+        if (shares <= _WELL_EXPLAINED).all():
             break
+    least[first] = shares
+    others = np.setdiff1d(np.arange(len(rows)), first)
+    ways = set(by[shares <= _EXPLAINED].tolist())
+    if ways and len(others):
+        for _, coarse in references.coarse(rows[others], ways):
+            least[others] = np.fmin(least[others], _share(y[rows[others]], exact[rows[others]], coarse))
     return least
+
+
+def _share(y: F64, exact: F64, coarse: NDArray[Any]) -> F64:
+    c = coarse.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        share: F64 = np.linalg.norm(y - c, axis=1) / np.linalg.norm(c - exact, axis=1)
+    return np.nan_to_num(share, nan=np.inf)
+
+
+def _root_mean_square(each: list[F64]) -> F64:
+    with np.errstate(over="ignore"):
+        return np.asarray(np.sqrt(np.mean(np.square(each), axis=0)), np.float64)
+
+
+def _off(rows: NDArray[Any], exact: F64) -> F64:
+    """How far each is from the exact one; infinite where it overflowed."""
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        return np.nan_to_num(_relative(rows.astype(np.float64) - exact, exact), nan=np.inf)
 
 
 def _rounding(references: RowReferences) -> F64:
     """How far rounding activations to 8 bits takes each row."""
     exact = references.exact.astype(np.float64)
-    every = [_relative(each.astype(np.float64) - exact, exact) for each in references.rounded]
+    every = [_off(each, exact) for each in references.rounded]
     return np.asarray(np.max(every, axis=0), np.float64)
 
 

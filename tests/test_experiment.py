@@ -40,6 +40,28 @@ class Liar(Zeros):
         super().__init__(threads=threads, every=1, honest_first=20)
 
 
+class Seldom(Zeros):
+    """Cheats in one dispatch of five, and says so."""
+
+    every = 5
+
+
+class Overflows(Cheat):
+    """Honest, but for values that are not finite now and then."""
+
+    def wrong(self, layer: int, x: F32, tokens: I32, experts: I32, right: F32, ask_f32: bool) -> F32:
+        rows = right.copy()
+        rows[-1, 7] = np.inf
+        return rows
+
+
+class OverflowsSometimes(Overflows):
+    every = 5
+
+    def __init__(self, *, threads: int) -> None:
+        super().__init__(threads=threads, honest_first=0)
+
+
 # -- cheats ------------------------------------------------------------------------------------------------------------
 
 
@@ -125,6 +147,33 @@ def test_what_is_missed_or_convicted_wrongly_fails() -> None:
     assert convicted["honest"][0]["quarantined"] == 1
 
 
+def test_a_cheat_of_ones_own_says_how_often_it_cheats() -> None:
+    found = run(["tests.test_experiment:Seldom"], None)
+    assert found["pass"], found["reason"]
+    assert [each["every"] for each in found["cheats"]] == [5, 5]
+    assert found["cheats"][0]["late"] is None
+    assert found["cheats"][0]["out"]["p50"] > 10, "every fifth is wrong, and six convict"
+
+
+def test_what_is_not_finite_is_refused_and_nobody_recomputes_it() -> None:
+    found = run(None, ["tests.test_experiment:OverflowsSometimes"])
+    honest = found["honest"][0]
+    assert honest["pass"]
+    assert honest["audits"] + honest["refused"] == 60
+    assert 3 < honest["refused"] < 30
+    assert honest["wrong_audits"] == 0
+
+
+def test_honest_peers_take_turns_until_their_time_together_is_over(tmp_path: Path) -> None:
+    kept, effort = tmp_path / "kept.jsonl", Effort(1, 1, audits=1, minutes=0.0, together_minutes=0.02)
+    found = run(None, ["ggml-cpu", "reference:f32"], effort, kept)
+    assert all(each["audits"] >= 25 for each in found["honest"])
+    assert sum(each["minutes"] for each in found["honest"]) >= 0.02
+    lines = kept.read_text().splitlines()
+    assert run(None, ["ggml-cpu", "reference:f32"], effort, kept) == found
+    assert kept.read_text().splitlines() == lines, "nothing was done twice"
+
+
 def test_names_that_nobody_knows_are_refused_before_anything_begins() -> None:
     for cheats, honest in ((["sloth"], None), (None, ["ggml-abacus"]), (["tests.nowhere:Nobody"], None)):
         with pytest.raises(UsageError):
@@ -168,7 +217,8 @@ def test_a_summary_counts_misses_and_what_came_late() -> None:
 
 def test_an_honest_peer_that_was_convicted_once_fails() -> None:
     rows = {"same": 3, "within": 2, "coarse": 1, "wrong": 0}
-    watch = {"audits": 10, "rows": rows, "wrong_audits": 0, "changes": {}, "worst_relative_l2": 0.1, "seconds": 6.0}
+    seen = {"audits": 10, "refused": 1, "wrong_audits": 0}
+    watch = {**seen, "rows": rows, "changes": {}, "worst_relative_l2": 0.1, "seconds": 6.0}
     fine = honest_summary("ggml-cpu", [watch, watch])
     assert (fine["audits"], fine["minutes"], fine["pass"]) == (20, pytest.approx(0.2), True)
     assert fine["rows"] == {"same": 6, "within": 4, "coarse": 2, "wrong": 0}

@@ -53,7 +53,13 @@ class Expert:
     def refer(self, rows: NDArray[np.intp]) -> RowReferences:
         known = self._known
         rounded = tuple(r[rows] for r in known.rounded)
-        return RowReferences(known.exact[rows], rounded, known.halves[rows], lambda some: known.coarse(rows[some]))
+        return RowReferences(
+            known.exact[rows],
+            rounded,
+            known.halves[rows],
+            lambda some: known.half_sums(rows[some]),
+            lambda some, ways: known.coarse(rows[some], ways),
+        )
 
     def grade(self, answer: F32) -> Graded:
         return grade_rows(answer, self.own, self.refer, HIDDEN)

@@ -47,10 +47,14 @@ def audits_of(status: dict[str, object]) -> dict[str, object]:
 
 
 @audit.command()
-@click.option("--cheat", "cheats", multiple=True, metavar="NAME", help="A cheat, or module:Class. Default: all.")
+@click.option(
+    "--cheat", "cheats", multiple=True, metavar="NAME",
+    help="A cheat, or a class of your own as module:Class; its attribute `every` says of how many dispatches one is"
+    " wrong (if it has none, all are, and it must be found in time). Default: all."
+)  # fmt: skip
 @click.option(
     "--honest", multiple=True, metavar="TARGET",
-    help="An honest peer's kernels, as for `swarmctl equivalence`. Default: all that are here."
+    help="An honest peer's kernels, as for `swarmctl equivalence`, or module:Class. Default: all that are here."
 )  # fmt: skip
 @click.option("--no-honest", is_flag=True, help="Cheats alone.")
 @click.option("--no-cheats", is_flag=True, help="Honest peers alone.")
@@ -65,6 +69,10 @@ def audits_of(status: dict[str, object]) -> dict[str, object]:
     "--audits", type=click.IntRange(1), default=20_000, show_default=True, help="At most, of each honest peer."
 )
 @click.option("--minutes", type=click.FloatRange(0.01), default=60.0, show_default=True, help="Likewise.")
+@click.option(
+    "--together", type=click.FloatRange(0.01), metavar="MINUTES",
+    help="Of all honest peers together, who take turns; then --audits and --minutes do not count."
+)  # fmt: skip
 @click.option("--model", default="demo", show_default=True, metavar="FILE", help="A GGUF file, or `demo`.")
 @click.option("--resume", type=FILE, metavar="FILE", help="Keep results here, and go on from them.")
 @click.option("--daemons", is_flag=True, help="Real daemons instead, one of which cheats; one --cheat.")
@@ -81,6 +89,7 @@ def experiment(
     dispatches: int,
     audits: int,
     minutes: float,
+    together: float | None,
     model: str,
     resume: Path | None,
     daemons: bool,
@@ -109,7 +118,7 @@ def experiment(
         else:
             result = run_experiment(
                 file, None if no_cheats else cheats, None if no_honest else honest, seed=seed,
-                effort=Effort(trials, dispatches, audits, minutes), resume=resume, progress=progress,
+                effort=Effort(trials, dispatches, audits, minutes, together), resume=resume, progress=progress,
             )  # fmt: skip
     if settings.json:
         common.print_json(result)

@@ -52,11 +52,13 @@ def print_experiment(result: Mapping[str, Json]) -> None:
         out.print(table)
         out.print("dispatches until suspected and out, medians first; missed at most so often, with 95 % confidence\n")
     if result["honest"]:
-        table = _table("honest", "audits", "min", "out", "at most", "suspected", "unfit", "wrong", "furthest")
+        counts = "audits", "refused", "min", "out", "at most", "suspected", "unfit", "wrong", "furthest"
+        table = _table("honest", *counts)
         for each in result["honest"]:
             bound = each["quarantined_bound"]
             table.add_row(
-                each["target"], plain(each["audits"]), f"{each['minutes']:.1f}", plain(each["quarantined"]),
+                each["target"], plain(each["audits"]), plain(each["refused"]), f"{each['minutes']:.1f}",
+                plain(each["quarantined"]),
                 "-" if bound is None else f"{bound:.1e}", plain(each["suspected"]), plain(each["unfit"]),
                 plain(each["wrong_audits"]), f"{each['worst_relative_l2']:.1e}",
             )  # fmt: skip

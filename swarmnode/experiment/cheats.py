@@ -40,8 +40,11 @@ _PLAIN: Final = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantiz
 class Cheat:
     """Right rows, and wrong ones in some dispatches: those that a hash of the dispatch's number chooses.
 
-    kernels: what computes. every: of how many dispatches one is wrong. honest_first: before the first wrong one.
+    kernels: what computes. every: of how many dispatches one is wrong (if nobody says: of the class's own `every`).
+    honest_first: before the first wrong one.
     """
+
+    every: int = 1
 
     def __init__(
         self,
@@ -53,7 +56,7 @@ class Cheat:
     ) -> None:
         self._make = kernels or (lambda: GgmlExperts(Device("CPU", threads=threads)))
         self._right = self._make()
-        self._every = int(os.environ.get(EVERY, "1")) if every is None else every
+        self._every = int(os.environ.get(EVERY, self.every)) if every is None else every
         self._honest_first = int(os.environ.get(HONEST_FIRST, "0")) if honest_first is None else honest_first
         self._dispatches = 0
         self._layers: dict[int, LayerExperts] = {}

@@ -71,6 +71,7 @@ def trial_json(trial: Trial) -> Json:
 def watch_json(watch: Watch, seconds: float) -> Json:
     return {
         "audits": watch.audits,
+        "refused": watch.refused,
         "rows": {grade.name.lower(): watch.grades[grade] for grade in Grade},
         "wrong_audits": watch.wrong_audits,
         "changes": {str(change): count for change, count in watch.changes.items()},
@@ -114,6 +115,7 @@ def honest_summary(target: str, watches: Sequence[Json]) -> Json:
     return {
         "target": target,
         "audits": audits,
+        "refused": sum(watch["refused"] for watch in watches),
         "minutes": sum(watch["seconds"] for watch in watches) / 60,
         "quarantined": quarantined,
         "quarantined_bound": None if quarantined else _RULE_OF_THREE / max(1, audits),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -22,7 +22,7 @@ from swarmnode.experiment.cheats import CHEATS, Cheat, by_name
 from swarmnode.experiment.dispatches import Dispatches, open_dispatches
 from swarmnode.experiment.report import Kept, cheat_summary, honest_summary, trial_json, watch_json
 from swarmnode.experiment.trials import FullAudits, JudgeOne, Standing, cheat_trial, watch_honest
-from swarmnode.kernels.store import listing
+from swarmnode.kernels.store import kernels_called, listing
 from swarmnode.leader.judge import Judge
 from swarmnode.leader.probe import at_hand
 
@@ -30,24 +30,27 @@ Progress = Callable[[str, int, int], None]
 
 _BLOCK: Final = 250  # audits of an honest peer between two lines of the file
 _THREADS: Final = 1
-_ALWAYS_HERE: Final = (STAND_IN, "reference:q8", "reference:f32", "reference")
+_ALWAYS_HERE: Final = (STAND_IN, "reference:q8", "reference:f32", "reference", "reference:f16")
+_TURN_S: Final = 60.0  # of a peer, where they take turns: beside it, to start emulated kernels is little
+_BLOCK_OF_TURN: Final = 25  # audits: those of emulated kernels take a second or two each
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
     """trials: of each cheat and standing. dispatches: after which a cheat counts as missed. audits, minutes: of each
-    honest peer, whichever ends first."""
+    honest peer, whichever ends first; or in place of both, together_minutes: of all honest peers, who take turns."""
 
     trials: int
     dispatches: int
     audits: int
     minutes: float
+    together_minutes: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A cheat to try: its name, how to make it, and of how many dispatches one is wrong (1 for a class of somebody's
-    own, which knows itself)."""
+    """A cheat to try: its name, how to make it, and of how many dispatches one is wrong (as a class of somebody's own
+    says by its `every`; 1 if it says nothing)."""
 
     name: str
     make: Callable[[], ExpertBackend]
@@ -88,15 +91,42 @@ def find_cheat(name: str) -> Suspect:
         names = ", ".join(each.name for each in CHEATS)
         raise UsageError(f"no cheat is called {name!r}", hint=f"Choose from: {names}; or a class as module:Class.")
     made = load_factory(name)
+    every = getattr(made, "every", 1)
+    if not isinstance(every, int) or every < 1:
+        raise UsageError(f"{name} says that it cheats in one of {every!r:.40} dispatches: it must be a whole number")
     if isinstance(made, type) and issubclass(made, Cheat):
-        return Suspect(name, partial(made, threads=_THREADS, every=1, honest_first=0), 1)
-    return Suspect(name, partial(made, threads=_THREADS), 1)
+        return Suspect(name, partial(made, threads=_THREADS, every=every, honest_first=0), every)
+    return Suspect(name, partial(made, threads=_THREADS), every)
 
 
 def honest_targets() -> Iterator[str]:
-    """Every kernel of this machine that computes the model in single precision."""
+    """Every kernel of this machine, and NumPy in every precision."""
     yield from _ALWAYS_HERE
-    yield from (each["target"] for each in listing() if each["built"] and not each["missing"])
+    for each in listing():
+        if each["built"] and not each["missing"]:
+            name = each["target"]
+            yield from (target for target in (name, f"{name}:f32") if kernels_called(target))
+
+
+@dataclass(slots=True)
+class _Honest:
+    """A peer with these kernels, whose sequential tests go on through all of its audits."""
+
+    target: str
+    tests: FullAudits
+    watches: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def audits(self) -> int:
+        return sum(watch["audits"] + watch["refused"] for watch in self.watches)
+
+    @property
+    def seconds(self) -> float:
+        return sum((float(watch["seconds"]) for watch in self.watches), 0.0)
+
+    @property
+    def convicted(self) -> bool:
+        return any(watch["changes"].get("quarantined") for watch in self.watches)
 
 
 class _Experiment:
@@ -111,7 +141,7 @@ class _Experiment:
         judge = Judge(self._dispatches.manifest, self._dispatches.source, partial(Device, threads=_THREADS), at_hand)
         async with judge.at_work() as judge_one:
             cheats = [each for suspect in suspects for each in await self._cheat(suspect, judge_one)]
-            honest = [await self._honest(target, judge_one) for target in targets]
+            honest = await self._honest(targets, judge_one)
         missed = [each["name"] for each in cheats if not each["pass"]]
         convicted = [each["target"] for each in honest if not each["pass"]]
         reasons = [f"missed or late: {', '.join(dict.fromkeys(missed))}"] if missed else []
@@ -135,7 +165,7 @@ class _Experiment:
                     self._progress(f"{suspect.name}, {standing}", number, self._effort.trials)
                     key = f"cheat {suspect.name} {standing} {number}"
                     if (found := self._kept.get(key)) is None:
-                        backend = backend or self._load(suspect.make)
+                        backend = backend or self._load(suspect.name, suspect.make)
                         trial = await cheat_trial(
                             self._dispatches, backend, judge_one, standing, self._of(key), self._effort.dispatches
                         )
@@ -147,31 +177,45 @@ class _Experiment:
                 backend.close()
         return summaries
 
-    async def _honest(self, target: str, judge_one: JudgeOne) -> dict[str, Any]:
-        """One peer with these kernels, whose sequential tests go on through all of its audits."""
-        watches: list[dict[str, Any]] = []
-        audits, backend = FullAudits(self._of(target).to_bytes(8, "big") * 2), None
+    async def _honest(self, targets: Sequence[str], judge_one: JudgeOne) -> list[dict[str, Any]]:
+        peers = [_Honest(target, FullAudits(self._of(target).to_bytes(8, "big") * 2)) for target in targets]
+        if (together_minutes := self._effort.together_minutes) is None:
+            for peer in peers:
+                await self._watch(peer, judge_one, 60 * self._effort.minutes, self._effort.audits, _BLOCK)
+        else:
+            while (spent_s := sum(peer.seconds for peer in peers)) < 60 * together_minutes:
+                if not (left := [peer for peer in peers if not peer.convicted]):
+                    break
+                peer = min(left, key=lambda each: each.seconds)
+                until_s = peer.seconds + min(_TURN_S, 60 * together_minutes - spent_s)
+                await self._watch(peer, judge_one, until_s, None, _BLOCK_OF_TURN)
+        return [honest_summary(peer.target, peer.watches) for peer in peers]
+
+    async def _watch(self, peer: _Honest, judge_one: JudgeOne, until_s: float, audits: int | None, block: int) -> None:
+        """Audit a peer until so many seconds, or audits, are spent on it, or it is convicted."""
+        backend = None
         try:
-            while (done := sum(watch["audits"] for watch in watches)) < self._effort.audits:
-                if sum(watch["seconds"] for watch in watches) >= 60 * self._effort.minutes:
-                    break
-                self._progress(f"{target}, honest", done, self._effort.audits)
-                key = f"honest {target} {len(watches)}"
+            while not peer.convicted and peer.seconds < until_s and (audits is None or peer.audits < audits):
+                self._progress(f"{peer.target}, honest", peer.audits, audits or 0)
+                key = f"honest {peer.target} {len(peer.watches)}"
                 if (found := self._kept.get(key)) is None:
-                    backend = backend or self._load(find_target(target).make)
-                    started, count = time.monotonic(), min(_BLOCK, self._effort.audits - done)
-                    watch = await watch_honest(self._dispatches, backend, judge_one, audits, self._of(key), count)
+                    backend = backend or self._load(peer.target, find_target(peer.target).make)
+                    started = time.monotonic()
+                    count = block if audits is None else min(block, audits - peer.audits)
+                    watch = await watch_honest(self._dispatches, backend, judge_one, peer.tests, self._of(key), count)
                     found = self._kept.put(key, watch_json(watch, time.monotonic() - started))
-                watches.append(found)
-                if found["changes"].get("quarantined"):
-                    break
+                peer.watches.append(found)
         finally:
             if backend is not None:
                 backend.close()
-        return honest_summary(target, watches)
 
-    def _load(self, make: Callable[[], ExpertBackend]) -> ExpertBackend:
-        backend = make()
+    def _load(self, name: str, make: Callable[[], ExpertBackend]) -> ExpertBackend:
+        try:
+            backend = make()
+        except TypeError as error:
+            raise UsageError(
+                f"{name} cannot be made: {error}", hint="It is called with `threads=` and gives an ExpertBackend."
+            ) from error
         self._dispatches.load(backend)
         return backend
 

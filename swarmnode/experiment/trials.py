@@ -17,8 +17,10 @@ from typing import Final, Literal
 import numpy as np
 
 from backends.experts import ExpertBackend
+from capabilities.errors import PeerMistake
 from capabilities.row_grades import Grade
 from scheduler.audits import BURST_ROWS, Audits, Change, Chosen, Found, PeerAudits
+from scheduler.dispatch import check_reply
 from swarmnode.experiment.dispatches import PEER, Dispatch, Dispatches
 from swarmnode.leader.audit_tap import AuditTap
 from swarmnode.leader.auditing import found_of
@@ -45,6 +47,8 @@ class Watch:
     """What full audits of an honest peer showed."""
 
     audits: int = 0
+    refused: int = 0
+    """Answers with values that are not finite: another holder's counts in their place, and nobody recomputes them."""
     grades: Counter[Grade] = field(default_factory=Counter)
     """Rows."""
     wrong_audits: int = 0
@@ -97,7 +101,7 @@ async def watch_honest(
     seed: int,
     count: int,
 ) -> Watch:
-    """Audit so many answers of a peer that computes right, one and all."""
+    """Audit so many answers of a peer that computes right, one and all; fewer where some are refused."""
     draw, watch, tap = random.Random(seed), Watch(), _tap(audits)
     for _ in range(count):
         changes = await _audited(tap, draw.choice(dispatches.each), backend, judge_one, watch)
@@ -111,16 +115,14 @@ async def _audited(
     tap: AuditTap, dispatch: Dispatch, backend: ExpertBackend, judge_one: JudgeOne, watch: Watch | None
 ) -> tuple[Change, ...]:
     """The peer answers; what an audit of that changes, if it is chosen."""
-    tap.answered(
-        PEER,
-        dispatch.layer,
-        dispatch.x,
-        dispatch.part,
-        None,
-        dispatch.answer(backend),
-        rounded=False,
-        ask_f32=dispatch.ask_f32,
-    )
+    layer, part, answer = dispatch.layer, dispatch.part, dispatch.answer(backend)
+    try:
+        check_reply(answer, part, layer.layer, layer.n_out)
+    except PeerMistake:
+        if watch is not None:
+            watch.refused += 1
+        return ()
+    tap.answered(PEER, layer, dispatch.x, part, None, answer, rounded=False, ask_f32=dispatch.ask_f32)
     if (taken := tap.take()) is None:
         return ()
     chosen, sample = taken

@@ -10,7 +10,7 @@ Nothing here awaits, and nothing here imports what does: it runs in a process of
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,7 +24,7 @@ from backends.experts import F32, I32
 from backends.manifest import ExpertSource, LayerExperts, Manifest
 from backends.program import ExpertProgram
 from capabilities.errors import UnsupportedModel
-from capabilities.row_check import RowReferences, Rows
+from capabilities.row_check import RowReferences, Rows, Some
 from capabilities.row_grades import NEAR, Graded, grade_rows
 from scheduler.combine import weighted_sums
 from swarmnode.leader.own_experts import OwnExperts
@@ -154,16 +154,26 @@ class Recomputing:
         def rounded(number: int) -> NDArray[np.float64]:
             return gather(lambda part: part.rounded[number])
 
-        def coarse(some: NDArray[np.intp]) -> Iterator[NDArray[np.float64]]:
+        def of(some: Some) -> tuple[NDArray[np.intp], dict[int, Some]]:
+            """Which rows go into these units, and which of its own they are for each expert."""
             wanted = np.isin(sample.units[rows], units[some])
-            of = {expert: np.flatnonzero(wanted[experts == expert]) for expert in each}
-            ways = {expert: parts[expert].coarse(those) for expert, those in of.items() if len(those)}
-            for values in zip(*ways.values(), strict=True):
-                yield _gathered(sample, rows[wanted], dict(zip(ways, values, strict=True)))
+            of_each = {expert: np.flatnonzero(wanted[experts == expert]) for expert in each}
+            return rows[wanted], {expert: those for expert, those in of_each.items() if len(those)}
+
+        def coarse(some: Some, ways: Collection[int] | None) -> Iterator[tuple[int, Rows]]:
+            wanted, those = of(some)
+            for found in zip(*(parts[e].coarse(those[e], ways) for e in those), strict=True):
+                values = dict(zip(those, (part for _, part in found), strict=True))
+                yield found[0][0], _gathered(sample, wanted, values)
+
+        def half_sums(some: Some) -> Iterator[Rows]:
+            wanted, those = of(some)
+            for found in zip(*(parts[e].half_sums(those[e]) for e in those), strict=True):
+                yield _gathered(sample, wanted, dict(zip(those, found, strict=True)))
 
         count = len(parts[each[0]].rounded)
         exact, halves = gather(lambda part: part.exact), gather(lambda part: part.halves)
-        return RowReferences(exact, tuple(map(rounded, range(count))), halves, coarse)
+        return RowReferences(exact, tuple(map(rounded, range(count))), halves, half_sums, coarse)
 
     def _references_of(self, layer: LayerExperts, expert: int, x: F32) -> RowReferences:
         program = ExpertProgram.from_bytes(self._manifest.programs[layer.program])
