@@ -179,17 +179,21 @@ class _Experiment:
 
     async def _honest(self, targets: Sequence[str], judge_one: JudgeOne) -> list[dict[str, Any]]:
         peers = [_Honest(target, FullAudits(self._of(target).to_bytes(8, "big") * 2)) for target in targets]
-        if (together_minutes := self._effort.together_minutes) is None:
+        if (together := self._effort.together_minutes) is None:
             for peer in peers:
                 await self._watch(peer, judge_one, 60 * self._effort.minutes, self._effort.audits, _BLOCK)
         else:
-            while (spent_s := sum(peer.seconds for peer in peers)) < 60 * together_minutes:
-                if not (left := [peer for peer in peers if not peer.convicted]):
-                    break
-                peer = min(left, key=lambda each: each.seconds)
-                until_s = peer.seconds + min(_TURN_S, 60 * together_minutes - spent_s)
-                await self._watch(peer, judge_one, until_s, None, _BLOCK_OF_TURN)
+            await self._take_turns(peers, judge_one, 60 * together)
         return [honest_summary(peer.target, peer.watches) for peer in peers]
+
+    async def _take_turns(self, peers: Sequence[_Honest], judge_one: JudgeOne, seconds: float) -> None:
+        """Each at least once; whoever had the least time is next."""
+        turn_s = min(_TURN_S, seconds / max(1, len(peers)))
+        while left := [peer for peer in peers if not peer.convicted]:
+            peer = min(left, key=lambda each: each.seconds)
+            if peer.watches and sum(each.seconds for each in peers) >= seconds:
+                return
+            await self._watch(peer, judge_one, peer.seconds + turn_s, None, _BLOCK_OF_TURN)
 
     async def _watch(self, peer: _Honest, judge_one: JudgeOne, until_s: float, audits: int | None, block: int) -> None:
         """Audit a peer until so many seconds, or audits, are spent on it, or it is convicted."""
