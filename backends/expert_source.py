@@ -40,6 +40,27 @@ class GGUFExpertSource:
         return bytes(data)
 
 
+class MappedExperts:
+    """ExpertSource over the mapped model's own file: a slice of one weight is a view, and nothing is copied.
+
+    Where the file was cut short since, looking at it ends the process (SIGBUS): for a process that may be ended.
+    """
+
+    def __init__(self, gguf: GGUFFile, manifest: Manifest) -> None:
+        self._gguf = gguf
+        self._manifest = manifest
+
+    def read(self, layer: int, expert: int, offset: int, length: int) -> memoryview:
+        """See ExpertSource."""
+        experts = self._manifest.experts_of(layer)
+        experts.check_range(expert, offset, length)
+        for tensor, begin in zip(experts.tensors, experts.offsets, strict=True):
+            if begin <= offset and offset + length <= begin + tensor.nbytes:
+                info = self._gguf.tensors[f"blk.{layer}.{tensor.name}"]
+                return self._gguf.data(info, expert * tensor.nbytes + offset - begin, length)
+        return memoryview(GGUFExpertSource(self._gguf, self._manifest).read(layer, expert, offset, length))
+
+
 def verify_expert(layer: LayerExperts, expert: int, data: bytes | bytearray | memoryview) -> bool:
     """True if `data` is all of that expert, by its hash."""
     return len(data) == layer.expert_bytes and hashlib.sha256(data).digest() == layer.hashes[expert]

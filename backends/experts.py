@@ -126,7 +126,7 @@ class _Layer:
     program: ExpertProgram
     widths: tuple[int, ...]
     weights: dict[str, int]
-    repacked: set[str]  # of the weights
+    repacked: dict[str, int]  # of the weights, to the tensor of one expert that is laid over its place to write it
     buffers: list[tuple[int, int]]  # (ggml context, its buffer) of each weight
     local: I32  # expert id -> index in the stacked tensors, -1 where not held
 
@@ -190,7 +190,7 @@ class GgmlExperts:
         """Hold a layer with room for `count` experts; `fill` writes one of its tensors."""
         self.unload_layer(layer.layer)
         widths = program.check_shapes(layer.n_in, layer.n_out, {t.name: t.shape for t in layer.tensors})
-        held = _Layer(layer, program, widths, {}, set(), [], local)
+        held = _Layer(layer, program, widths, {}, {}, [], local)
         try:
             for index, tensor in enumerate(layer.tensors):
                 if tensor.name in program.weights:
@@ -209,7 +209,7 @@ class GgmlExperts:
         repacked = self.device.repack_type(tensor.type, whole_shape) if self._repack and len(whole_shape) == 3 else 0
         # ggml repacks only what has three dimensions, and a tensor of one expert has two: there is room for another,
         # for the plain layout's kernel need not give the same bits.
-        context = lib.ggml_init(InitParams(lib.ggml_tensor_overhead() + 1024, None, True))
+        context = lib.ggml_init(InitParams(2 * lib.ggml_tensor_overhead() + 1024, None, True))
         address = self._new_tensor(context, tensor, max(2, count) if repacked else count)
         buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(context, repacked or self.device.buffer_type)
         if not buffer:
@@ -221,8 +221,10 @@ class GgmlExperts:
         held.buffers.append((context, buffer))
         lib.ggml_backend_buffer_set_usage(buffer, _USAGE_WEIGHTS)
         held.weights[tensor.name] = address
-        if repacked:
-            held.repacked.add(tensor.name)
+        if repacked:  # ggml repacks a tensor as a whole, row after row
+            over, whole = self._new_tensor(context, tensor, 1), tensor_at(address)
+            tensor_at(over).buffer, tensor_at(over).extra = whole.buffer, whole.extra
+            held.repacked[tensor.name] = over
 
     def _load_tensor(self, experts: Sequence[int], read: ReadSlice, held: _Layer, index: int) -> None:
         tensor = held.spec.tensors[index]
@@ -232,16 +234,12 @@ class GgmlExperts:
     def _write(self, held: _Layer, tensor: ExpertTensor, place: int, piece: NDArray[np.uint8]) -> None:
         """One expert's slice of a weight."""
         lib, address = self._lib, held.weights[tensor.name]
-        if tensor.name not in held.repacked:
+        over = held.repacked.get(tensor.name)
+        if over is None:
             lib.ggml_backend_tensor_set(address, piece.ctypes.data, place * tensor.nbytes, tensor.nbytes)
             return
-        # ggml repacks a tensor as a whole, row after row. So one of a single expert is laid over its place.
-        context = lib.ggml_init(InitParams(lib.ggml_tensor_overhead() + 1024, None, True))
-        whole, over = tensor_at(address), self._new_tensor(context, tensor, 1)
-        one = tensor_at(over)
-        one.buffer, one.extra, one.data = whole.buffer, whole.extra, whole.data + place * tensor.nbytes
+        tensor_at(over).data = tensor_at(address).data + place * tensor.nbytes
         lib.ggml_backend_tensor_set(over, piece.ctypes.data, 0, tensor.nbytes)
-        lib.ggml_free(context)
 
     def _check_operators(self, held: _Layer) -> None:
         """Build the layer's graph once: ggml ends the process over an operator that its device does not have."""

@@ -115,6 +115,8 @@ _PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "ggml_new_graph_custom": (_P, (_P, _SIZE, ct.c_bool)),
     "ggml_build_forward_expand": (None, (_P, _P)),
     "ggml_backend_alloc_ctx_tensors_from_buft": (_P, (_P, _P)),
+    "ggml_log_set": (None, (_P, _P)),
+    "ggml_time_us": (ct.c_int64, ()),
     "ggml_backend_buffer_free": (None, (_P,)),
     "ggml_backend_buffer_is_host": (ct.c_bool, (_P,)),
     "ggml_backend_buffer_get_size": (_SIZE, (_P,)),
@@ -293,6 +295,16 @@ def library() -> Library:
         LibraryMismatch: the installed llama-cpp-python is not one whose memory layout is known.
     """
     return Library()
+
+
+def be_silent() -> None:
+    """Let ggml write no log, in a process that nobody listens to.
+
+    It has a line for each weight that it lays out for its kernels, which llama-cpp-python takes to Python and prints. A
+    function of ggml's own that looks at none of its arguments costs nothing.
+    """
+    lib = library()
+    lib.ggml_log_set(ct.cast(lib.ggml_time_us, ct.c_void_p).value, None)
 
 
 @cache

@@ -21,7 +21,7 @@ row is. Such peers are unfit, and no cheats.
 
 Small errors that are no rounding hide among the coarse rows. A row is `odd` if d is more than FAR_TIMES h, or nearly
 all of d is a wrong length where no neuron is known to take the error of all. One odd row says nothing: a code at a tie
-may do that, or half-precision sums that were lucky in h. How many rows are odd tells (scheduler/audits.py).
+may do that, or half-precision sums that were lucky in h. How many rows are odd tells (scheduler/audit_tests.py).
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
 
@@ -192,8 +193,8 @@ class VerdictBoard(Protocol):
     def released(self, peer: str) -> int:
         """The number of the owner's newest release of the peer; 0: never."""
 
-    def on_change(self, callback: OnVerdict) -> None:
-        """Have `callback` called whenever `verdict_of` or `released` of a peer is another."""
+    def on_change(self, callback: OnVerdict) -> AbstractContextManager[None]:
+        """Within the context `callback` is called whenever `verdict_of` or `released` of a peer is another."""
 
 
 class MemoryBoard:
@@ -228,8 +229,13 @@ class MemoryBoard:
         self._tell(peer)
         return self._releases[peer]
 
-    def on_change(self, callback: OnVerdict) -> None:
+    @contextmanager
+    def on_change(self, callback: OnVerdict) -> Iterator[None]:
         self._on_change.append(callback)
+        try:
+            yield
+        finally:
+            self._on_change.remove(callback)
 
     @property
     def verdicts(self) -> Mapping[str, Verdict]:

@@ -14,7 +14,8 @@ batching     what the trunk decodes next, and what its logits mean for each requ
 constraint   what narrows an answer down to the language of a grammar
 tool_calls   calls of tools in an answer
 parking      requests that wait for an expert that nobody can compute now
-audits       which answers of live work are recomputed, and what is found of a peer by them: the sequential test
+audits       of live work, all peers': audit_choice draws which answers are recomputed, within a budget of time;
+             audit_queue has them wait for the judge; audit_tests says what follows: the sequential tests
 service_checks     how precisely workers add while they serve: whom to check when, and what that comes to
 settling     when to place experts anew
 placement    which peer holds which experts

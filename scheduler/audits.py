@@ -1,139 +1,24 @@
-"""Audits of live work: which answers are recomputed, and what follows from what was found, by a sequential test a peer.
+"""Audits of live work: every peer's answers, which of them are recomputed (audit_choice.py), and what follows from what
+was found (audit_tests.py).
 
-An answer is chosen after it came, by a keyed hash of its peer and number under a secret of this leader: nobody else
-can tell which. A new peer's are all chosen until `AGREED_FIRST` audits agreed; then the share falls as the inverse of
-how many agreed in a row, to `SHARE_MIN`. While anything is held against a peer, all of its answers are chosen. What
-audits recompute is bounded: at most `BUDGET_SHARE` of all rows that peers computed, and `BURST_ROWS`.
-
-**The test.** Page's cumulative sum of log likelihood ratios, which is Wald's sequential test begun anew whenever it
-favours the peer. Each audit of a kind adds log(p1 / p0) if it goes against the peer, and log((1 - p1) / (1 - p0)) if
-not; the sum never falls below zero, and convicts at log(1 / ERROR).
-
-    test          counts                        p0, honest   p1     to convict, at least
-    wrong         audits with any wrong row     0.001        0.05   6 in a row
-    coarse        rows asked for in F32         0.2          0.9    14 in a row; unfit for output ranks
-    precise       rows of an unfit peer         0.1          0.8    10 in a row; fit again
-    odd           rows                          0.35         0.9    22 in a row, in six audits
-
-**Error bounds.** Of an honest peer, whose audits are wrong with a probability of at most p0, the likelihood ratio
-since any one audit is a martingale, which by Ville's inequality ever reaches 1 / ERROR with probability ERROR at most.
-Two of the tests convict, so n audits of a peer end in a false quarantine with a probability below 2 n * ERROR: under
-4e-4 for an hour of full auditing at fifty audits a second. One audit convicts nobody, nor do five. A peer whose audits
-are wrong with probability p is caught in the end if p is above 0.013, where the sum begins to rise by itself.
-
-A peer that always cheats is first audited within 90 answers with probability 1 - (1 - SHARE_MIN)^90 = 0.9901, however
-long it was honest before; from then on every answer is audited, and the sixth wrong one convicts: within 95.
-
-**Odd rows.** Coarse rows are those of the right function, as far off as half-precision sums are. A wrong function that
-hides among them is further off than such sums, or off by its length alone (capabilities/row_grades.py). Both happen to
-honest peers, too, in one row or another. Known sums in half precision have odd rows in a third at the most where
-experts are 64 neurons wide, in a fifth from 256 on; of codes at ties one row in nine was seen. An audit's rows count
-together, and add no more than ODD_OF_AN_AUDIT, which only takes from the sum. Where more than 0.66 of the rows are odd
-it rises by itself, and the peer is out in the end; an error that small in some answers only is not.
-
-**Asked again.** Of answers that were off, and of a few that were not, the peer is asked the same once more. Whether it
-gave the same bits is counted, and held against nobody: kernels that add in the order in which threads happen to end
-never repeat themselves. A peer is of another numeric class only once SAME_FIRST answers in a row with other bits than
-the leader's were each repeated bit for bit, and one more for each time that it ever differed from itself: one that
-draws each answer from two results comes to that with a probability of 2^(1 - SAME_FIRST), or 3 %, at the worst. Wrong
-rows count as ever, repeated or not.
+A peer that cheats in every answer is first found out by one of the first 90, with a probability of 99.8 %, however long
+it was honest before, and by one of the first 99 for certain: one of each stretch of 50 is audited. From then on every
+answer is, and the sixth wrong audit convicts: within 95 and 104. A new peer is convicted by its first six. These are
+numbers of answers; what a peer gives until the judge has come to them is on top, and audit_queue.py bounds how many
+audits come before.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from enum import StrEnum
+from dataclasses import dataclass, field, fields
 from typing import Final
 
-from capabilities.verdict import Fitness
+from scheduler.audit_choice import AuditChoice, Chosen, PeerStanding
+from scheduler.audit_tests import Change, Found, PeerAudits, PeerTests
 
-SHARE_MIN: Final = 0.05  # so that ninety answers hold an audit with 99 % probability: 0.95^90 = 0.0099
-SHARE_UNFIT: Final = 0.25  # so that one that is right again is soon seen to be
-AGREED_FIRST: Final = 10
-BUDGET_SHARE: Final = 0.10  # twice the least share: half of it is left for new peers and suspects
-BURST_ROWS: Final = 4096  # a dozen new peers at once, at ten dispatches of AUDIT_ROWS_MAX each
-AUDIT_ROWS_MAX: Final = 32  # of one answer: all of a decode step of four sequences; of a prefill, a sample
-ERROR: Final = 1e-9
-WRONG: Final = (0.001, 0.05)  # p0: a flipped bit in memory now and then, far above what working machines show
-COARSE: Final = (0.2, 0.9)  # p0: rows in which an 8-bit code fell on the other side of a tie, measured up to 0.11
-PRECISE: Final = (0.1, 0.8)  # p0: rows of half-precision sums that happen to be right
-ODD: Final = (0.35, 0.9)  # p0: the text above says where half-precision sums and ties are
-ODD_OF_AN_AUDIT: Final = math.log(1 / ERROR) / 5.5  # so that six are needed, as of wrong ones
-CRAFTED_COUNT: Final = 4  # three such checks in a row make a peer fit again, as three others made it unfit
-AGAIN_SHARE: Final = 1 / 8  # of audits that agreed: enough to notice, and little beside what audits cost
 SELF_DIFFERED_KNOWN: Final = 3  # after so many, further answers that are off are asked again as rarely
-SAME_FIRST: Final = 6  # the text above says why
-TIMES_COUNTED_MAX: Final = 10  # each time the way back is twice as long: experts must not be moved to and fro
 PEERS_MAX: Final = 4096  # as many as a placement record can name
-_RESERVED_NEW: Final = 0.5  # of the burst, which new peers leave to suspects, and suspects to everybody
-_RESERVED_SUSPECT: Final = 0.25
-_SECRET_BYTES_MIN: Final = 16
-
-
-class Change(StrEnum):
-    """What an audit changed about a peer."""
-
-    SUSPECTED = "suspected"  # every answer is audited from now on
-    QUARANTINED = "quarantined"  # it computes another function
-    UNFIT = "unfit"  # out of tolerance, and the same function
-    FIT = "fit"  # back in tolerance
-    SPLIT = "split"  # its bits, equal until now, are others, within tolerance
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """An answer to recompute: the peer's `number`th. rows: how many of its rows; `seed` chooses which."""
-
-    peer: str
-    number: int
-    rows: int
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What recomputing an answer showed.
-
-    identical: bit for bit. wrong, coarse: so many of its rows. odd: of these, so many are off as no rounding is, wrong
-    ones among them. ask_f32: sums in single precision were asked for. telling: rows that are right show that the sums
-    were precise.
-    """
-
-    rows: int
-    identical: bool = False
-    wrong: int = 0
-    coarse: int = 0
-    odd: int = 0
-    ask_f32: bool = True
-    telling: bool = True
-
-    @property
-    def off(self) -> bool:
-        """Some row is wrong or coarse."""
-        return self.wrong > 0 or self.coarse > 0
-
-
-@dataclass(frozen=True, slots=True)
-class PeerAudits:
-    """What a leader leaves of a peer's audits to its successor. Scores are sums of the tests above."""
-
-    agreed: int = 0
-    differed: int = 0
-    in_a_row: int = 0  # agreed, since the last that did not
-    wrong_score: float = 0.0
-    coarse_score: float = 0.0
-    unfit: bool = False
-    times_unfit: int = 0
-    quarantined: bool = False
-    released: int = 0  # the owner's newest release that these counts follow
-    self_differed: int = 0  # asked the same again, it answered other bits than before
-
-    @property
-    def fitness(self) -> Fitness:
-        return "quarantined" if self.quarantined else "unfit" if self.unfit else "fit"
 
 
 @dataclass(slots=True)
@@ -152,89 +37,58 @@ class AuditCounts:
 
 @dataclass(slots=True)
 class _Peer:
-    held: PeerAudits = PeerAudits()
+    tests: PeerTests = field(default_factory=PeerTests)
     counts: AuditCounts = field(default_factory=AuditCounts)
-    precise_score: float = 0.0
-    odd_score: float = 0.0
     trusted: int = 0
-    identical: bool = False  # every audit so far was, and there was one, but for what is being looked into
-    same: int = 0  # answers in a row with other bits than the leader's that it repeated bit for bit
-
-    @property
-    def suspected(self) -> bool:
-        held = self.held
-        return held.wrong_score > 0 or self.odd_score > 0 or held.coarse_score >= _LIMIT / 2
-
-
-_LIMIT: Final = math.log(1 / ERROR)
-
-
-def step(score: float, against: bool, odds: tuple[float, float]) -> float:
-    """A test's sum after one more observation. odds: p0 and p1."""
-    return max(0.0, score + _ratio(odds, against))
-
-
-def _ratio(odds: tuple[float, float], against: bool) -> float:
-    """The log likelihood ratio of one observation."""
-    p0, p1 = odds
-    return math.log(p1 / p0) if against else math.log((1 - p1) / (1 - p0))
 
 
 class Audits:
     """All peers of a leader. secret: drawn by it, and told nobody. Calls must not overlap."""
 
     def __init__(self, secret: bytes) -> None:
-        if len(secret) < _SECRET_BYTES_MIN:
-            raise ValueError(f"a secret has at least {_SECRET_BYTES_MIN} bytes")
-        self._secret = secret
+        self._choice = AuditChoice(secret)
         self._peers: dict[str, _Peer] = {}
-        self._rows = self._recomputed = 0
-        self._credit = float(BURST_ROWS)
 
     # What is audited
 
-    def share(self, peer: str) -> float:
-        """Of a peer's answers that are audited now, if the budget allows."""
+    def standing(self, peer: str) -> PeerStanding:
+        """Of a peer, as far as it matters to what is audited of it."""
         state = self._peers.get(peer)
-        if state is None or state.suspected or state.held.in_a_row < AGREED_FIRST:
-            return 1.0
-        return max(SHARE_UNFIT if state.held.unfit else SHARE_MIN, AGREED_FIRST / state.held.in_a_row)
+        if state is None:
+            return PeerStanding()
+        held = state.tests.held
+        return PeerStanding(held.in_a_row, state.tests.suspected, held.unfit)
+
+    def suspected(self, peer: str) -> bool:
+        """Something is held against it, and it is not quarantined yet."""
+        state = self._peers.get(peer)
+        return state is not None and state.tests.suspected and not state.tests.held.quarantined
 
     def answered(self, peer: str, rows: int) -> Chosen | None:
         """A peer answered so many rows; what to recompute of it, if anything. Whoever cannot says `dropped`."""
         state = self._of(peer)
         state.counts.answered += 1
         state.counts.rows += rows
-        self._rows += rows
-        self._credit = min(self._credit + BUDGET_SHARE * rows, float(BURST_ROWS))
-        number = state.counts.answered
-        drawn = self._draw(peer, number)
-        uniform = (drawn >> 64) / 2**64
-        if uniform >= self.share(peer):
-            return None
-        wanted = min(rows, AUDIT_ROWS_MAX)
-        reserved = 0.0
-        if uniform >= SHARE_MIN:
-            reserved = _RESERVED_SUSPECT if state.suspected else _RESERVED_NEW
-        if self._credit - wanted < reserved * BURST_ROWS:
-            return None
-        self._recomputed += wanted
-        self._credit -= wanted
-        state.counts.rows_recomputed += wanted
-        return Chosen(peer, number, wanted, drawn & (2**64 - 1))
+        chosen = self._choice.choose(peer, state.counts.answered, rows, self.standing(peer))
+        if chosen is not None:
+            state.counts.rows_recomputed += chosen.rows
+        return chosen
+
+    def refill(self) -> None:
+        """Let the budget be full again, for an experiment in which it is no matter."""
+        self._choice.refill()
 
     @property
     def overhead(self) -> float:
-        """Rows recomputed, and asked again, so far, as a share of the rows that were computed."""
-        return self._recomputed / self._rows if self._rows else 0.0
+        """What audits took so far, and rows that were asked again, as a share of what peers computed."""
+        return self._choice.overhead
 
     def dropped(self, chosen: Chosen) -> None:
         """It was not recomputed after all."""
         state = self._of(chosen.peer)
         state.counts.dropped += 1
         state.counts.rows_recomputed -= chosen.rows
-        self._recomputed -= chosen.rows
-        self._credit += chosen.rows
+        self._choice.give_up(chosen)
 
     # What is found
 
@@ -242,107 +96,44 @@ class Audits:
         """An answer was recomputed. Of a peer that is quarantined nothing changes any more."""
         state = self._of(chosen.peer)
         state.counts.audited += 1
-        if state.counts.audited == 1:
-            state.identical = found.identical
-        changes = self._weigh(state, found)
-        if not found.wrong and not state.suspected:
+        self._choice.settle(chosen, found.took_s, found.kernels_s)
+        changes = self._counted(state, state.tests.audited(found))
+        if not found.wrong and not state.tests.suspected:
             state.trusted = max(state.trusted, chosen.number)
         return changes
 
     def asks_again(self, chosen: Chosen, found: Found, rows: int) -> bool:
         """Whether to ask the peer so many rows of this answer once more, after `found`. Then `repeated` says what came
         of it, or `not_repeated` that nothing did."""
-        state = self._of(chosen.peer)
-        if state.held.quarantined or self._credit < rows:
-            return False
-        unclear = found.off or (state.identical and not found.identical)
-        # Not drawn as the answer itself was: it would be among those that are always chosen.
-        drawn = (self._draw(f"{chosen.peer}:again", chosen.number) >> 64) / 2**64 < AGAIN_SHARE
-        if not drawn and (not unclear or state.held.self_differed >= SELF_DIFFERED_KNOWN):
-            return False
-        self._recomputed += rows
-        self._credit -= rows
-        return True
+        tests = self._of(chosen.peer).tests
+        unclear = tests.unclear(found) and tests.held.self_differed < SELF_DIFFERED_KNOWN
+        return not tests.held.quarantined and self._choice.takes_again(chosen, rows, unclear)
 
     def not_repeated(self, rows: int) -> None:
         """So many rows were not asked again after all."""
-        self._recomputed -= rows
-        self._credit += rows
+        self._choice.gives_back(rows)
 
     def repeated(self, chosen: Chosen, found: Found, same: bool) -> tuple[Change, ...]:
         """An answer that was `found` so was asked again. same: it came bit for bit."""
         state = self._of(chosen.peer)
         state.counts.repeated += 1
-        if not same:
-            state.same = 0
-            state.held = replace(state.held, self_differed=state.held.self_differed + 1)
-        elif state.identical and not found.identical and not found.off:
-            state.same += 1
-            if state.same >= SAME_FIRST + state.held.self_differed:
-                state.identical = False
-                return (Change.SPLIT,)
-        return ()
+        return state.tests.repeated(found, same)
 
     def found_wrong(self, peer: str) -> tuple[Change, ...]:
         """Rows that the peer gave outside of requests are those of another function: as one wrong audit."""
-        return self._weigh(self._of(peer), Found(1, wrong=1))
+        state = self._of(peer)
+        return self._counted(state, state.tests.weigh(Found(1, wrong=1)))
 
     def found_precise(self, peer: str, precise: bool) -> tuple[Change, ...]:
         """Crafted rows of an unfit peer showed how it adds: as so many rows of live work."""
-        state = self._of(peer)
-        for _ in range(CRAFTED_COUNT):
-            state.precise_score = step(state.precise_score, precise, PRECISE)
-        return self._fitness(state, state.suspected)
-
-    def _weigh(self, state: _Peer, found: Found) -> tuple[Change, ...]:
-        held, suspected = state.held, state.suspected
-        wrong = found.wrong > 0
-        coarse_score = held.coarse_score
-        for row in range(found.rows - found.wrong):
-            coarse = row < found.coarse
-            if found.ask_f32 and not held.unfit:
-                coarse_score = step(coarse_score, coarse, COARSE)
-            if coarse or found.telling:
-                state.precise_score = step(state.precise_score, not coarse, PRECISE)
-        imprecise = found.coarse > 0 and found.ask_f32 and coarse_score >= _LIMIT / 2
-        odd = max(found.odd, found.wrong)
-        says = odd * _ratio(ODD, True) + (found.rows - odd) * _ratio(ODD, False)
-        state.odd_score = max(0.0, state.odd_score + min(says, ODD_OF_AN_AUDIT))
-        differed = wrong or imprecise or (odd > 0 and state.odd_score > 0)
-        state.counts.agreed += not differed
-        state.counts.differed += differed
-        if held.quarantined:
-            return ()
-        state.held = held = replace(
-            held,
-            agreed=held.agreed + (not differed),
-            differed=held.differed + differed,
-            in_a_row=0 if wrong or imprecise else held.in_a_row + 1,  # a lone odd row says nothing
-            wrong_score=step(held.wrong_score, wrong, WRONG),
-            coarse_score=min(coarse_score, _LIMIT),
-        )
-        if max(held.wrong_score, state.odd_score) >= _LIMIT:
-            state.held = replace(held, quarantined=True)
-            return (Change.QUARANTINED,)
-        return self._fitness(state, suspected)
-
-    def _fitness(self, state: _Peer, suspected: bool) -> tuple[Change, ...]:
-        held = state.held
-        if not held.unfit and held.coarse_score >= _LIMIT:
-            self._set_unfit(state)
-            return (Change.UNFIT,)
-        if held.unfit and state.precise_score >= _LIMIT * 2 ** min(held.times_unfit - 1, TIMES_COUNTED_MAX):
-            state.held = replace(held, unfit=False, coarse_score=0.0)
-            return (Change.FIT,)
-        return (Change.SUSPECTED,) if state.suspected and not suspected else ()
+        return self._of(peer).tests.found_precise(precise)
 
     @staticmethod
-    def _set_unfit(state: _Peer) -> None:
-        """Decided, so nothing more is held against it: what an unfit peer may do, it is trusted with."""
-        if not state.held.unfit:
-            times = state.held.times_unfit + 1
-            state.held = replace(state.held, unfit=True, times_unfit=times, coarse_score=0.0)
-        state.precise_score = 0.0
+    def _counted(state: _Peer, weighed: tuple[tuple[Change, ...], bool]) -> tuple[Change, ...]:
+        changes, agreed = weighed
+        state.counts.agreed += agreed
+        state.counts.differed += not agreed
+        return changes
 
     # What is known
 
@@ -355,7 +146,7 @@ class Audits:
         return self._of(peer).counts.answered
 
     def held(self, peer: str) -> PeerAudits:
-        return self._of(peer).held
+        return self._of(peer).tests.held
 
     def counts(self, peer: str) -> AuditCounts:
         return self._of(peer).counts
@@ -368,7 +159,8 @@ class Audits:
 
     def records(self) -> Mapping[str, PeerAudits]:
         """To leave to a successor: all of whom something is known."""
-        return {peer: state.held for peer, state in self._peers.items() if state.held != PeerAudits()}
+        held = {peer: state.tests.held for peer, state in self._peers.items()}
+        return {peer: each for peer, each in held.items() if each != PeerAudits()}
 
     # What others decide
 
@@ -376,23 +168,22 @@ class Audits:
         """Go on from what a predecessor left, of peers that are not known here."""
         for peer, held in records.items():
             if peer not in self._peers and len(self._peers) < PEERS_MAX:
-                self._peers[peer] = _Peer(held)
+                self._peers[peer] = _Peer(PeerTests(held))
 
     def mark_unfit(self, peer: str) -> None:
         """Found otherwise: by the probe, or by crafted rows."""
-        self._set_unfit(self._of(peer))
+        self._of(peer).tests.mark_unfit()
 
     def mark_quarantined(self, peer: str) -> None:
         """By a verdict of an earlier leader."""
-        state = self._of(peer)
-        state.held = replace(state.held, quarantined=True)
+        self._of(peer).tests.mark_quarantined()
 
     def release(self, peer: str, released: int) -> bool:
         """The owner's newest release of a peer: if it is news, the peer is a new one. Whether it is."""
         state = self._of(peer)
-        if released <= state.held.released:
+        if released <= state.tests.held.released:
             return False
-        self._peers[peer] = _Peer(PeerAudits(released=released), state.counts, trusted=state.trusted)
+        state.tests = PeerTests(PeerAudits(released=released))
         return True
 
     # Inside
@@ -405,8 +196,3 @@ class Audits:
                 del self._peers[least]
             state = self._peers[peer] = _Peer()
         return state
-
-    def _draw(self, peer: str, number: int) -> int:
-        """128 bits that nobody without the secret can foresee, for the peer's `number`th answer."""
-        hashed = hashlib.blake2b(f"{peer}:{number}".encode(), key=self._secret[:64], digest_size=16)
-        return int.from_bytes(hashed.digest(), "big")

@@ -15,7 +15,8 @@ import numpy as np
 from capabilities.agreement import Agreement
 from capabilities.errors import PeerMistake
 from capabilities.packing import INTEGER_MAX, PEER_ID_CHARS_MAX, Fields, Plain, check_not_newer, decode, pack
-from scheduler.audits import PEERS_MAX, PeerAudits
+from scheduler.audit_tests import PeerAudits
+from scheduler.audits import PEERS_MAX
 from scheduler.placement import Placement
 
 FORMAT: Final = 4

@@ -20,7 +20,7 @@ import pytest
 from backends import add_model as add_model_module
 from backends.add_model import MANIFEST, SOURCE, TRUNK, add_model
 from backends.child import parse_line
-from backends.expert_source import GGUFExpertSource, verify_expert
+from backends.expert_source import GGUFExpertSource, MappedExperts, verify_expert
 from backends.gguf_file import GGUFFile
 from backends.llama import LlamaModel, LlamaSettings
 from backends.manifest import Manifest
@@ -80,11 +80,15 @@ def test_every_experts_bytes_have_their_hash(source: Path, folder: Path) -> None
     add_model(source, folder, "mine", quiet)
     manifest = Manifest.from_bytes((folder / MANIFEST).read_bytes())
     with GGUFFile.open(source) as gguf:
-        experts = GGUFExpertSource(gguf, manifest)
+        experts, mapped = GGUFExpertSource(gguf, manifest), MappedExperts(gguf, manifest)
         for layer in manifest.layers:
             for expert in range(layer.n_expert):
                 data = experts.read(layer.layer, expert, 0, layer.expert_bytes)
                 assert verify_expert(layer, expert, data)
+                slices = zip(layer.offsets, layer.tensors, strict=True)
+                views = [mapped.read(layer.layer, expert, begin, tensor.nbytes) for begin, tensor in slices]
+                assert b"".join(views) == data == mapped.read(layer.layer, expert, 0, layer.expert_bytes)
+                assert mapped.read(layer.layer, expert, 7, layer.expert_bytes - 9) == data[7:-2]
                 assert not verify_expert(layer, (expert + 1) % layer.n_expert, data)
 
 

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from scheduler.audits import AUDIT_ROWS_MAX, Audits
+from scheduler.audit_choice import AUDIT_ROWS_MAX
+from scheduler.audit_queue import WAITING_OF_A_PEER_MAX
+from scheduler.audits import Audits
 from scheduler.combine import weighted_sums
 from scheduler.dispatch import PeerRows
-from swarmnode.leader.audit_tap import SHOWN_BYTES_MAX, WAITING_OF_A_PEER_MAX, AuditTap
+from swarmnode.leader.audit_tap import SHOWN_BYTES_MAX, AuditTap
 from swarmnode.leader.recomputing import Sample
 from tests.memory_swarm import MODEL, rows_of
 

@@ -21,7 +21,8 @@ from backends.manifest import LayerExperts
 from backends.numpy_reference import NumpyExperts
 from backends.program import ExpertProgram
 from capabilities.verdict import MemoryBoard
-from scheduler.audits import AGREED_FIRST, Audits
+from scheduler.audit_choice import AGREED_FIRST
+from scheduler.audits import Audits
 from scheduler.placement_record import PlacementRecord
 from swarmnode.leader.members import Member
 from swarmnode.prompt_messages import Done

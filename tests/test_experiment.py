@@ -106,7 +106,7 @@ def test_cheats_with_weights_keep_type_and_layout() -> None:
 
 # -- the experiment ----------------------------------------------------------------------------------------------------
 
-QUICK = Effort(trials=4, dispatches=400, audits=60, minutes=1)
+QUICK = Effort(trials=4, dispatches=2000, audits=60, minutes=1)
 
 
 def run(cheats: list[str] | None, honest: list[str] | None, effort: Effort = QUICK, resume: Path | None = None) -> Any:

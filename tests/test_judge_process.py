@@ -20,7 +20,7 @@ from backends.experts import GgmlExperts
 from backends.manifest import LayerExperts
 from capabilities.errors import ExpertsUnavailable, KernelFailed
 from capabilities.row_grades import Grade
-from scheduler.audits import AGREED_FIRST
+from scheduler.audit_choice import AGREED_FIRST
 from scheduler.combine import weighted_sums
 from swarmnode.leader import auditing, judge_process
 from swarmnode.leader.judge import Judge

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from capabilities.agreement import Agreement
 from capabilities.errors import PeerMistake
 from capabilities.packing import pack
-from scheduler.audits import PeerAudits
+from scheduler.audit_tests import PeerAudits
 from scheduler.placement import Placement
 from scheduler.placement_record import PlacementRecord
 

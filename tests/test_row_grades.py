@@ -15,7 +15,7 @@ from backends.numpy_reference import NumpyExperts
 from backends.program import ExpertProgram, Node
 from capabilities.row_check import RowReferences
 from capabilities.row_grades import Grade, Graded, grade_rows
-from scheduler.audits import ODD
+from scheduler.audit_tests import ODD
 from tests.expert_models import made_up_layer
 from tests.kernel_models import Interleaved
 

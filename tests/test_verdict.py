@@ -99,14 +99,15 @@ def test_an_oversized_one_is_not_even_read() -> None:
 
 def test_a_board_in_memory_keeps_the_newest_until_it_is_released() -> None:
     board, told = MemoryBoard(), []
-    board.on_change(told.append)
-    assert board.verdict_of(PEER) is None
-    board.publish(PEER, "fit", [], 10, 0)
-    board.publish(PEER, "quarantined", [Evidence("audit", str(n)) for n in range(12)], 10, 2)
-    found = board.verdict_of(PEER)
-    assert found is not None
-    assert (found.fitness, found.audits_agreed, found.audits_differed) == ("quarantined", 10, 2)
-    assert [each.text for each in found.evidence] == [str(n) for n in range(4, 12)]
-    assert board.release(PEER) == board.released(PEER) == 1
-    assert board.verdict_of(PEER) is None
+    with board.on_change(told.append):
+        assert board.verdict_of(PEER) is None
+        board.publish(PEER, "fit", [], 10, 0)
+        board.publish(PEER, "quarantined", [Evidence("audit", str(n)) for n in range(12)], 10, 2)
+        found = board.verdict_of(PEER)
+        assert found is not None
+        assert (found.fitness, found.audits_agreed, found.audits_differed) == ("quarantined", 10, 2)
+        assert [each.text for each in found.evidence] == [str(n) for n in range(4, 12)]
+        assert board.release(PEER) == board.released(PEER) == 1
+        assert board.verdict_of(PEER) is None
+    board.publish(PEER, "fit", [], 10, 0)  # which nobody hears of any more
     assert told == [PEER] * 3

@@ -60,32 +60,32 @@ async def test_a_verdict_reaches_all_and_a_release_takes_it_back(tmp_path: Path)
         leading = board_of(first, lambda: mandate_of(founder, 4))
         others = [board_of(second), board_of(third)]
         told: list[str] = []
-        others[0].on_change(told.append)
         async with running((first, leading), (second, others[0])):
-            await connect_all([first, second])
-            subject = third.peer
-            leading.publish(subject, "fit", [], 10, 0)
-            leading.publish(subject, "quarantined", BAD, 10, 6)
-            await eventually(lambda: _fitness(others[0], subject) == "quarantined")
-            found = others[0].verdict_of(subject)
-            assert found == leading.verdict_of(subject)
-            assert found is not None
-            assert (found.order, found.audits_differed, found.evidence[0].at_s) == ((4, 2), 6, 1_700_000_000)
+            with others[0].on_change(told.append):
+                await connect_all([first, second])
+                subject = third.peer
+                leading.publish(subject, "fit", [], 10, 0)
+                leading.publish(subject, "quarantined", BAD, 10, 6)
+                await eventually(lambda: _fitness(others[0], subject) == "quarantined")
+                found = others[0].verdict_of(subject)
+                assert found == leading.verdict_of(subject)
+                assert found is not None
+                assert (found.order, found.audits_differed, found.evidence[0].at_s) == ((4, 2), 6, 1_700_000_000)
 
-            async with running((third, others[1])):  # who was away asks
-                await third.network.connect(second.network.addresses[0])
-                await eventually(lambda: _fitness(others[1], subject) == "quarantined")
+                async with running((third, others[1])):  # who was away asks
+                    await third.network.connect(second.network.addresses[0])
+                    await eventually(lambda: _fitness(others[1], subject) == "quarantined")
 
-                news = release(founder, subject)
-                first.store.hear([news])
-                first.swarm.spread([news])
-                await eventually(lambda: all(board.verdict_of(subject) is None for board in (leading, *others)))
-                assert [board.released(subject) for board in (leading, *others)] == [1, 1, 1]
-                await eventually(lambda: told[-1:] == [subject] and len(told) >= 2)
+                    news = release(founder, subject)
+                    first.store.hear([news])
+                    first.swarm.spread([news])
+                    await eventually(lambda: all(board.verdict_of(subject) is None for board in (leading, *others)))
+                    assert [board.released(subject) for board in (leading, *others)] == [1, 1, 1]
+                    await eventually(lambda: told[-1:] == [subject] and len(told) >= 2)
 
-                leading.publish(subject, "quarantined", BAD, 0, 6)  # after the release it counts again
-                await eventually(lambda: _fitness(others[1], subject) == "quarantined")
-                assert not leading.statistics().ignored.keys() - {"known", "older"}
+                    leading.publish(subject, "quarantined", BAD, 0, 6)  # after the release it counts again
+                    await eventually(lambda: _fitness(others[1], subject) == "quarantined")
+                    assert not leading.statistics().ignored.keys() - {"known", "older"}
 
 
 async def test_what_is_not_true_is_counted_and_passed_on_to_nobody(tmp_path: Path) -> None:

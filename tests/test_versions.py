@@ -13,7 +13,7 @@ import pytest
 from capabilities.agreement import Agreement
 from capabilities.errors import PeerMistake
 from capabilities.packing import OtherFormat, pack
-from scheduler.audits import PeerAudits
+from scheduler.audit_tests import PeerAudits
 from scheduler.election_messages import VoteRequest, from_plain, to_plain
 from scheduler.election_state import DamagedState, NewerState, seal, unseal
 from scheduler.placement import Placement

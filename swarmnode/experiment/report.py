@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from capabilities.errors import UsageError
 from capabilities.row_grades import Grade
-from scheduler.audits import Change
+from scheduler.audit_tests import Change
 from swarmnode.experiment.trials import Trial, Watch
 
 SUSPECTED_WITHIN: Final = 90

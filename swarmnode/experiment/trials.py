@@ -19,11 +19,13 @@ import numpy as np
 from backends.experts import ExpertBackend
 from capabilities.errors import PeerMistake
 from capabilities.row_grades import Grade
-from scheduler.audits import BURST_ROWS, Audits, Change, Chosen, Found, PeerAudits
+from scheduler.audit_choice import Chosen, PeerStanding
+from scheduler.audit_tests import Change, Found, PeerAudits
+from scheduler.audits import Audits
 from scheduler.dispatch import check_reply
 from swarmnode.experiment.dispatches import PEER, Dispatch, Dispatches
+from swarmnode.leader.audit_evidence import found_of
 from swarmnode.leader.audit_tap import AuditTap
-from swarmnode.leader.auditing import found_of
 from swarmnode.leader.recomputing import Judged, Sample
 
 JudgeOne = Callable[[Sample], Awaitable[Judged]]
@@ -60,11 +62,11 @@ class Watch:
 class FullAudits(Audits):
     """Every answer is recomputed, whatever is known of its peer."""
 
-    def share(self, peer: str) -> float:
-        return 1.0
+    def standing(self, peer: str) -> PeerStanding:
+        return PeerStanding()
 
     def answered(self, peer: str, rows: int) -> Chosen | None:
-        self._credit = float(BURST_ROWS)
+        self.refill()
         return super().answered(peer, rows)
 
 

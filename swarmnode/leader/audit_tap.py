@@ -2,15 +2,15 @@
 
 It keeps what it is shown until the step has ended, or the judge comes to look, and draws then which answers are chosen:
 one after the other that costs a token little, and in the middle of a layer much more. What waits for the judge is
-bounded: what finds no room is dropped, and counted. Whoever judges is woken once, and then comes to look: waking
-another thread for every answer costs more than all the rest. Which request used which peer when is remembered, too, for
-the day when a peer turns out to have cheated.
+bounded (scheduler/audit_queue.py): what finds no room is dropped, and counted. Whoever judges is woken once, and then
+comes to look: waking another thread for every answer costs more than all the rest. Which request used which peer when
+is remembered, too, for the day when a peer turns out to have cheated.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -20,14 +20,13 @@ from numpy.typing import NDArray
 
 from backends.experts import F32
 from backends.manifest import LayerExperts
-from scheduler.audits import Audits, Chosen
+from scheduler.audit_choice import Chosen
+from scheduler.audit_queue import AuditQueue, Waiting
+from scheduler.audits import Audits
 from scheduler.dispatch import PeerRows
 from swarmnode.leader.recomputing import Sample
 
 SHOWN_BYTES_MAX: Final = 4 << 20  # a decode step of a large model takes a few MB, a layer of a prefill far more
-WAITING_MAX: Final = 128
-WAITING_OF_A_PEER_MAX: Final = 24  # so that one that is new does not crowd out the others
-WAITING_BYTES_MAX: Final = 32 << 20
 REQUESTS_REMEMBERED_MAX: Final = 4096  # far above the requests that can be under way
 
 
@@ -60,9 +59,7 @@ class AuditTap:
         self._asleep = False
         self._shown: deque[_Shown] = deque()
         self._shown_bytes = 0
-        self._waiting: deque[tuple[Chosen, Sample]] = deque()
-        self._of_a_peer: Counter[str] = Counter()
-        self._bytes = 0
+        self._waiting: AuditQueue[Sample] = AuditQueue(audits.suspected)
         self._step: tuple[str, ...] = ()
         self._used: dict[str, int] = {}  # in this step: peer, and the number of its last answer
         self._last: OrderedDict[str, dict[str, int]] = OrderedDict()  # by request
@@ -124,33 +121,30 @@ class AuditTap:
             shown = self._shown.popleft()
             chosen = self.audits.answered(shown.peer, len(shown.part.experts)) if self.open else None
             self._used[shown.peer] = self.audits.number(shown.peer)
-            if chosen is not None and not self._take_in(chosen, shown):
+            if chosen is not None and not self._waiting.has_room(chosen):
                 self.audits.dropped(chosen)
+            elif chosen is not None:
+                sample = _sample(chosen, shown)
+                self._drop(self._waiting.add(Waiting(chosen, sample, sample.nbytes)))
 
-    def _take_in(self, chosen: Chosen, shown: _Shown) -> bool:
-        """Whether there is room for it."""
-        if len(self._waiting) >= WAITING_MAX or self._of_a_peer[shown.peer] >= WAITING_OF_A_PEER_MAX:
-            return False
-        sample = _sample(chosen, shown)
-        if self._bytes + sample.nbytes > WAITING_BYTES_MAX:
-            return False
-        self._waiting.append((chosen, sample))
-        self._of_a_peer[shown.peer] += 1
-        self._bytes += sample.nbytes
-        return True
+    def _drop(self, lost: Sequence[Chosen]) -> None:
+        for chosen in lost:
+            self.audits.dropped(chosen)
 
     # -- event loop ---------------------------------------------------------------------------------------------
 
     def take(self) -> tuple[Chosen, Sample] | None:
-        """The answer that waits longest."""
+        """The answer that is judged next."""
         with self.lock:
             self._look()
-            if not self._waiting:
-                return None
-            chosen, sample = self._waiting.popleft()
-            self._of_a_peer[chosen.peer] -= 1
-            self._bytes -= sample.nbytes
-            return chosen, sample
+            waiting = self._waiting.take()
+            return None if waiting is None else (waiting.chosen, waiting.sample)
+
+    def forget(self, peer: str) -> None:
+        """It is quarantined: what waits of it needs no judging."""
+        with self.lock:
+            self._look()
+            self._drop(self._waiting.forget(peer))
 
     def sleep(self) -> bool:
         """Have `wake` called as soon as something is shown. False if something was, or waits."""

@@ -9,24 +9,29 @@ counted. Every such change is a verdict on the board
 
 from __future__ import annotations
 
-import time
-import weakref
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Final, Protocol
 
 import structlog
 import trio
 
-from backends.gguf_types import GGML_TYPES
-from capabilities.agreement import SAME_WORST_LIMIT, Agreement
+from capabilities.agreement import Agreement
 from capabilities.errors import SwarmError
-from capabilities.row_grades import HALVES_TIMES, NEAR, Grade
-from capabilities.verdict import Evidence, EvidenceKind, VerdictBoard
-from scheduler.audits import Audits, Change, Chosen, Found, PeerAudits
+from capabilities.verdict import EvidenceKind, VerdictBoard
+from scheduler.audit_choice import Chosen
+from scheduler.audit_tests import Change, PeerAudits
+from scheduler.audits import Audits
 from scheduler.rates import TokenBucket
+from swarmnode.leader.audit_evidence import (
+    AnotherFunction,
+    KeptEvidence,
+    OutOfTolerance,
+    evidence_of_audit,
+    evidence_of_error,
+    found_of,
+)
 from swarmnode.leader.audit_tap import AuditTap
 from swarmnode.leader.members import Member, Members
 from swarmnode.leader.recomputing import Judged, Sample
@@ -34,29 +39,6 @@ from swarmnode.leader.repeating import Repeat, Repeating, rows_again
 from swarmnode.net.interface import PeerId
 
 _log = structlog.get_logger(__name__)
-
-_EVIDENCE_KEPT: Final = 8  # of each peer: the newest
-_PEERS_KEPT: Final = 256  # as many as there may be members
-
-
-class AnotherFunction(SwarmError):
-    """A worker computes something else than the model, as the leader's own recomputation showed again and again."""
-
-    type = "another_function"
-    default_hint = (
-        "Compare its version, its model and its hardware with the others'. It gets no work until the swarm's owner"
-        " releases it: `swarmctl peer release PEER`."
-    )
-
-
-class OutOfTolerance(SwarmError):
-    """A worker computes the model, and its rows are not precise enough for output ranks."""
-
-    type = "out_of_tolerance"
-    default_hint = (
-        "It holds layers before the output ranks, and is fit again once its rows are. `swarmctl status` shows what was"
-        " measured of its backend."
-    )
 
 
 _SHARE_OF_TIME: Final = 0.25  # of one core while answers are under way: thirty answers a second of a large model
@@ -112,14 +94,18 @@ class Auditing:
         self._board = board
         self._token = trio.lowlevel.current_trio_token()
         self._something = trio.Event()
-        self._evidence: OrderedDict[str, list[Evidence]] = OrderedDict()
-        self._ended = False
+        self._evidence = KeptEvidence()
         self._silent_until_s = 0.0
         self._time = TokenBucket(_BURST_S, _SHARE_OF_TIME, trio.current_time())  # seconds of the judge's
-        mine = weakref.WeakMethod(self._board_changed)  # the board outlives this leadership
-        board.on_change(lambda peer: None if (call := mine()) is None else call(peer))
 
-    async def run(self) -> None:
+    async def run(self, audits: bool) -> None:
+        """audits: whether to have live work recomputed. What others find is heard of in any case."""
+        with self._board.on_change(self._board_changed):
+            if audits:
+                await self._audit()
+            await trio.sleep_forever()
+
+    async def _audit(self) -> None:
         async with self._judge.at_work() as judge_one, trio.open_nursery() as nursery:
             nursery.start_soon(self._repeating.run, self._repeated)
             self.tap.open = True
@@ -132,7 +118,7 @@ class Auditing:
                     if self.tap.sleep():
                         await self._wait()
             finally:
-                self.tap.open, self._ended = False, True
+                self.tap.open = False
 
     async def _wait(self) -> None:
         """Until something waits to be judged."""
@@ -187,7 +173,7 @@ class Auditing:
             known = self.tap.audits.held(peer).unfit
             self.tap.audits.mark_unfit(peer)
         if not known and member.unfit is not None:
-            self._keep(peer, _evidence_of(kind, member.unfit))
+            self._evidence.add(peer, evidence_of_error(kind, member.unfit))
             self._publish(peer)
 
     def found_precise(self, member: Member, precise: bool) -> None:
@@ -199,7 +185,7 @@ class Auditing:
     def found_wrong(self, member: Member, error: SwarmError) -> None:
         """The probe found rows of another function: as a wrong audit."""
         peer = str(member.peer)
-        self._keep(peer, _evidence_of("probe", error))
+        self._evidence.add(peer, evidence_of_error("probe", error))
         with self.tap.lock:
             changes = self.tap.audits.found_wrong(peer)
         self._act(peer, changes)
@@ -221,7 +207,7 @@ class Auditing:
         self.tap.look()
         with self.tap.lock:
             audits = self.tap.audits
-            held, counts, share = audits.held(peer), audits.counts(peer), audits.share(peer)
+            held, counts, share = audits.held(peer), audits.counts(peer), audits.standing(peer).share
         return {
             "agreed": held.agreed,
             "differed": held.differed,
@@ -245,7 +231,7 @@ class Auditing:
     def _judged(self, chosen: Chosen, sample: Sample, judged: Judged) -> None:
         found, evidence = found_of(sample, judged), None
         if found.off:
-            evidence = self._keep(chosen.peer, _evidence("audit", sample, judged))
+            evidence = self._evidence.add(chosen.peer, evidence_of_audit("audit", sample, judged))
         with self.tap.lock:
             audits = self.tap.audits
             changes = audits.found(chosen, found)
@@ -267,13 +253,11 @@ class Auditing:
             times = audits.held(peer).self_differed
         if not same:
             _log.info("audit.differs_from_itself", peer=peer, layer=repeat.sample.layer.layer, times=times)
-        kept = self._evidence.get(peer, [])
-        if repeat.evidence in kept:
+        if repeat.evidence is not None:
             how = "the same bits" if same else f"other bits, as {times} times by now"
-            text = f"{repeat.evidence.text}; asked again, it answered {how}"
-            kept[kept.index(repeat.evidence)] = replace(repeat.evidence, text=text).bounded()
+            self._evidence.amend(peer, repeat.evidence, f"asked again, it answered {how}")
         if Change.SPLIT in changes:
-            self._keep(peer, _evidence("class", repeat.sample, repeat.judged))
+            self._evidence.add(peer, evidence_of_audit("class", repeat.sample, repeat.judged))
         self._act(peer, changes)
 
     def _act(self, peer: str, changes: tuple[Change, ...]) -> None:
@@ -294,7 +278,7 @@ class Auditing:
         if Change.UNFIT in changes or Change.FIT in changes:
             self._owner.fitness_changed(member)
         if Change.SPLIT in changes and member.agreement is not None and member.agreement.bit_identical:
-            worst = self._evidence[peer][-1]
+            worst = self._evidence.of(peer)[-1]
             member.agreement = Agreement(False, 0.0, worst.median_relative_l2, worst.extreme_relative_l2, 1.0)
             self._owner.usable_changed()
 
@@ -315,32 +299,20 @@ class Auditing:
             )
 
     def _why(self, peer: str) -> str:
-        kept = self._evidence.get(peer) or []
+        kept = self._evidence.of(peer)
         verdict = self._board.verdict_of(peer)
         texts = [each.text for each in (*(verdict.evidence if verdict is not None else ()), *kept)]
         return texts[-1] if texts else "as an earlier leader found"
 
-    def _keep(self, peer: str, evidence: Evidence) -> Evidence:
-        """As it is kept."""
-        kept = self._evidence.setdefault(peer, [])
-        self._evidence.move_to_end(peer)
-        kept.append(evidence := evidence.bounded())
-        del kept[:-_EVIDENCE_KEPT]
-        while len(self._evidence) > _PEERS_KEPT:
-            self._evidence.popitem(last=False)
-        return evidence
-
     def _publish(self, peer: str) -> None:
         with self.tap.lock:
             held = self.tap.audits.held(peer)
-        self._board.publish(peer, held.fitness, self._evidence.get(peer, []), held.agreed, held.differed)
+        self._board.publish(peer, held.fitness, self._evidence.of(peer), held.agreed, held.differed)
 
     # -- the board ----------------------------------------------------------------------------------------------
 
     def _board_changed(self, peer: str) -> None:
         """A verdict came from elsewhere, or the owner released a peer; our own come here too, and change nothing."""
-        if self._ended:
-            return
         self._look_at_board(peer)
         member = self._members.by_peer.get(PeerId(peer))
         if member is None:
@@ -361,55 +333,8 @@ class Auditing:
         with self.tap.lock:
             audits = self.tap.audits
             if audits.release(peer, self._board.released(peer)):
-                self._evidence.pop(peer, None)
+                self._evidence.forget(peer)
             if verdict is not None and verdict.fitness == "quarantined" and not audits.held(peer).quarantined:
                 audits.mark_quarantined(peer)
             elif verdict is not None and verdict.fitness == "unfit" and not audits.held(peer).unfit:
                 audits.mark_unfit(peer)
-
-
-def found_of(sample: Sample, judged: Judged) -> Found:
-    """What the sequential tests count of an audit."""
-    graded = judged.graded
-    return Found(
-        rows=len(graded.grade),
-        identical=graded.count(Grade.SAME) == len(graded.grade),
-        wrong=graded.count(Grade.WRONG),
-        coarse=graded.count(Grade.COARSE),
-        odd=int(graded.odd.sum()),
-        ask_f32=sample.ask_f32,
-        telling=judged.telling,
-    )
-
-
-def _evidence(kind: EvidenceKind, sample: Sample, judged: Judged) -> Evidence:
-    """What an audit measured; the worst row stands for it."""
-    distance, ratio = judged.graded.distance, judged.graded.ratio
-    worst = int(distance.argmax())
-    grade = Grade(int(judged.graded.grade.max()))
-    limit = NEAR
-    if grade == Grade.WRONG:
-        limit = HALVES_TIMES * distance[worst] / ratio[worst] if ratio[worst] > 0 else SAME_WORST_LIMIT
-    layer, expert = sample.layer.layer, int(judged.experts[worst])
-    says = {Grade.WRONG: "another function", Grade.COARSE: "out of tolerance"}
-    how = says.get(grade, "other bits, within tolerance")
-    return Evidence(
-        kind=kind,
-        text=f"layer {layer}, expert {expert}: {how}, {distance[worst]:.2g} off the leader's own rows",
-        layer=layer,
-        expert=expert,
-        weight_type=",".join(sorted({GGML_TYPES[tensor.type].name for tensor in sample.layer.tensors})),
-        median_relative_l2=float(sorted(distance)[len(distance) // 2]),
-        extreme_relative_l2=float(distance[worst]),
-        limit=float(limit),
-        count=int((judged.graded.grade >= Grade.COARSE).sum()),
-        at_s=int(time.time()),
-    )
-
-
-def _evidence_of(kind: EvidenceKind, error: SwarmError) -> Evidence:
-    details = error.details
-    experts = details.get("experts") or [-1]
-    return Evidence(
-        kind=kind, text=error.message, layer=details.get("layer", -1), expert=experts[0], at_s=int(time.time())
-    )

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 
 from backends.manifest import Manifest
 from capabilities.agreement import Agreement
-from scheduler.audits import AGREED_FIRST, PeerAudits
+from scheduler.audit_choice import AGREED_FIRST
+from scheduler.audit_tests import PeerAudits
 from scheduler.placement import Placement
 from scheduler.placement_record import PlacementRecord
 from swarmnode.leader.coverage import Coverage

@@ -43,13 +43,13 @@ def sample_of(header: Header, body: bytes | bytearray, manifest: Manifest) -> Sa
 def judged_frame(judged: Judged) -> tuple[Header, list[bytes]]:
     graded = {name: getattr(judged.graded, name) for name in _OF_GRADED}
     arrays, bodies = _packed({**graded, "experts": judged.experts})
-    return {"arrays": arrays, "telling": judged.telling, "cpu_s": judged.cpu_s}, bodies
+    return {"arrays": arrays, "telling": judged.telling, "times": [judged.cpu_s, judged.kernels_s]}, bodies
 
 
 def judged_of(header: Header, body: bytes) -> Judged:
     arrays = _unpacked(header["arrays"], body)
     experts = arrays.pop("experts")
-    return Judged(Graded(**arrays), experts, header["telling"], header["cpu_s"])
+    return Judged(Graded(**arrays), experts, header["telling"], *header["times"])
 
 
 def _packed(arrays: _Arrays) -> tuple[list[list[Any]], list[bytes]]:

@@ -8,6 +8,7 @@ kernels are those of the workers, so on alike processors the bits are, too.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -41,6 +42,7 @@ class OwnExperts:
         bytes_max: int = OWN_COPY_BYTES_MAX,
     ) -> None:
         self.loads = 0  # experts read since the start
+        self.kernels_s = 0.0  # processor time of computing alone
         self._manifest = manifest
         self._source = source
         self._make_device = make_device
@@ -68,7 +70,9 @@ class OwnExperts:
             place_of = np.full(self._manifest.experts_of(layer).n_expert, -1, np.int32)
             place_of[some] = self._places(room, layer, some)
             chosen = np.flatnonzero(place_of[experts] >= 0)
+            began_s = time.thread_time()
             out[chosen] = room.compute(x, tokens[chosen], place_of[experts[chosen]], ask_f32=ask_f32)
+            self.kernels_s += time.thread_time() - began_s
         return out
 
     def holds(self, layer: int, expert: int) -> bool:

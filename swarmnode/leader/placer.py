@@ -169,8 +169,7 @@ class Placer:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._prover.run)
             nursery.start_soon(self._checking.run)
-            if self._settings.audits:
-                nursery.start_soon(self.auditing.run)
+            nursery.start_soon(self.auditing.run, self._settings.audits)
             while True:
                 self._changed = trio.Event()
                 again_s = await self._decide()

@@ -19,7 +19,8 @@ from backends.activations import quantize_q8_0
 from backends.experts import F32
 from capabilities.errors import SwarmError
 from capabilities.verdict import Evidence
-from scheduler.audits import Chosen, Found
+from scheduler.audit_choice import Chosen
+from scheduler.audit_tests import Found
 from swarmnode.leader.coverage import Coverage
 from swarmnode.leader.members import Members
 from swarmnode.leader.probe import ask_rows

@@ -11,7 +11,8 @@ All of it is on the event loop but for signatures of whole exchanges and the dis
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -103,8 +104,13 @@ class Verdicts:
         record = self._store.record
         return 0 if record is None else record.releases.number_of(peer)
 
-    def on_change(self, callback: OnVerdict) -> None:
+    @contextmanager
+    def on_change(self, callback: OnVerdict) -> Iterator[None]:
         self._on_change.append(callback)
+        try:
+            yield
+        finally:
+            self._on_change.remove(callback)
 
     def publish(
         self, subject: str, fitness: Fitness, evidence: Sequence[Evidence], audits_agreed: int, audits_differed: int

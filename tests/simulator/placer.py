@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from scheduler.audits import Audits, Change
+from scheduler.audit_tests import Change
+from scheduler.audits import Audits
 from scheduler.dispatch import LayerRouting
 from scheduler.placement import LayerSpec, Placement, PlacementImpossible, WorkerSpec
 from scheduler.placing import place
