@@ -11,10 +11,10 @@ tell which.
 
 The budget is processor time, in rows that this leader's own kernels compute: an audit of n rows counts as n, times what
 an audited row has taken of late (an expert that must be read and laid out for the kernels first takes several times as
-long as its row). Each answered row earns BUDGET_SHARE of one, up to BURST_ROWS. Who is new, or merely drawn for its
-share, leaves some of that: first come suspects, then new peers, then glances. What the first kind takes is owed, so the
-others wait; by itself it is one row in 50, and within a budget of one in ten as long as an audited row takes no more
-than five times what its computation does.
+long as its row), and as no more than COST_MAX. Each answered row earns BUDGET_SHARE of one, up to BURST_ROWS. Who is
+new, or merely drawn for its share, leaves some of that: first come suspects, then new peers, then glances. What the
+first kind takes is owed, so the others wait; by itself it is one row in 50, and within a budget of one in ten as long
+as an audited row takes no more than five times what its computation does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AUDIT_ROWS_MAX: Final = 32  # of one answer: all of a decode step of four sequen
 GLANCE_ROWS: Final = 1  # who cheats in every row is seen as well; who cheats in some, by the first kind
 AGAIN_SHARE: Final = 1 / 8  # of audits that agreed: enough to notice, and little beside what audits cost
 PRICE_FIRST: Final = 4.0  # of wide experts in a layout that the kernels like better than the file's
-_PRICE_MAX: Final = 64.0  # rows that must meet every known arithmetic take as long as thousands
+COST_MAX: Final = BURST_ROWS / 16  # of one audit: six that must meet every known arithmetic still convict a suspect
 _PRICE_STEP: Final = 1 / 32  # of the way to what the latest audit took
 _ROW_STEP: Final = 1 / 128  # likewise of a row; one by itself takes longer than one of several, and counts less
 _RESERVED_SUSPECT: Final = -0.25  # of the burst: these six audits are what all others are for
@@ -112,9 +112,10 @@ class AuditChoice:
             return None
         glances = not sure and standing.reserved == _RESERVED_GLANCE
         wanted = min(rows, GLANCE_ROWS if glances else AUDIT_ROWS_MAX)
-        cost = wanted * self._price
+        cost = min(wanted * self._price, COST_MAX)
         if not sure and self._credit - cost < standing.reserved * BURST_ROWS:
             return None
+        self._spent += cost
         self._take(cost)
         return Chosen(peer, number, wanted, drawn & (2**64 - 1), sure, cost)
 
@@ -128,11 +129,14 @@ class AuditChoice:
             row_s = kernels_s / chosen.rows
             self._row_s += (row_s - self._row_s) * (min(1.0, chosen.rows * _ROW_STEP) if self._row_s else 1.0)
             cost = took_s / self._row_s
+        self._spent += cost - chosen.cost
+        cost = min(cost, COST_MAX)
         self._take(cost - chosen.cost)
-        self._price += (min(cost / chosen.rows, _PRICE_MAX) - self._price) * _PRICE_STEP
+        self._price += (cost / chosen.rows - self._price) * _PRICE_STEP
 
     def give_up(self, chosen: Chosen) -> None:
         """It was not recomputed after all."""
+        self._spent -= chosen.cost
         self._take(-chosen.cost)
 
     def takes_again(self, chosen: Chosen, rows: int, unclear: bool) -> bool:
@@ -142,15 +146,16 @@ class AuditChoice:
         # Not drawn as the answer itself was: it would be among those that are always chosen.
         if not unclear and (self._draw(f"{chosen.peer}:again", chosen.number) >> 64) / 2**64 >= AGAIN_SHARE:
             return False
+        self._spent += rows
         self._take(rows)
         return True
 
     def gives_back(self, rows: int) -> None:
         """So many were not asked again after all."""
+        self._spent -= rows
         self._take(-rows)
 
     def _take(self, rows: float) -> None:
-        self._spent += rows
         self._credit = max(self._credit - rows, -float(BURST_ROWS))  # what is owed is bounded, too
 
     def _draw(self, what: str, number: int) -> int:

@@ -16,6 +16,7 @@ from scheduler.audit_choice import (
     AUDIT_ROWS_MAX,
     BUDGET_SHARE,
     BURST_ROWS,
+    COST_MAX,
     SHARE_MIN,
     STRETCH,
     Chosen,
@@ -103,12 +104,12 @@ def test_the_overhead_is_bounded_whatever_peers_do(seed: int, answers: list[tupl
         if kind == 9:
             book.dropped(audit)
             continue
-        cost = audit.rows * price
+        cost = min(audit.rows * price, COST_MAX)
         took += cost
         sure += cost * audit.sure
         surprise = max(surprise, cost - audit.cost)
         found = WRONG if kind == 8 else RIGHT
-        book.found(audit, replace(found, took_s=cost, kernels_s=float(audit.rows)))
+        book.found(audit, replace(found, took_s=audit.rows * price, kernels_s=float(audit.rows)))
         assert took - sure <= 1.25 * BURST_ROWS + BUDGET_SHARE * rows + surprise
 
 
@@ -208,6 +209,23 @@ def test_who_always_cheats_is_suspected_within_90_answers_and_out_within_100(wro
     late = 0.0013 * trials
     assert sum(number > 90 for number in suspected) < late + 4 * late**0.5 < 0.01 * trials
     assert 80 < max(suspected) <= 2 * STRETCH - 1
+
+
+@pytest.mark.parametrize("rows", [1, 4, 32])
+def test_a_suspect_is_out_by_its_next_five_answers_however_dear_their_audits(rows: int) -> None:
+    """As where all must meet every known arithmetic."""
+    book = audits()
+    book.adopt({"a": PeerAudits(agreed=5000, in_a_row=5000)})
+    found = Found(rows, wrong=rows, took_s=1000.0 * rows, kernels_s=0.1 * rows)
+    while (audit := book.answered("a", rows)) is None:
+        pass
+    assert book.found(audit, replace(found, rows=audit.rows, wrong=audit.rows)) == (Change.SUSPECTED,)
+    changes = []
+    for _ in range(5):
+        audit = book.answered("a", rows)
+        assert audit is not None
+        changes += book.found(audit, found)
+    assert changes == [Q]
 
 
 def test_nobody_honest_is_ever_quarantined() -> None:
