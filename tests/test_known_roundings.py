@@ -15,7 +15,7 @@ from backends.known_roundings import ROUNDINGS, to_codes, to_codes_with_offset, 
 from backends.numpy_functions import Rows, round_activations
 from backends.numpy_reference import NumpyExperts
 from capabilities.row_grades import Grade
-from scheduler.audits import ODD
+from scheduler.audit_tests import ODD
 from tests.kernel_models import RoundsInBlocks
 from tests.test_row_grades import IDS, PROGRAM, ROWS, TOKENS, Expert, expert
 
