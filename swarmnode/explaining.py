@@ -76,6 +76,7 @@ def explain(peer: str, status: Mapping[str, Any], known: Known) -> dict[str, Any
             "proven": row.get("experts_held", 0),
             "models": [] if content is None else [_held(each) for each in content.held],
         },
+        "audits": row.get("audits"),
         "self_differed": (row.get("audits") or {}).get("self_differed"),
         "verdict": None if verdict is None else verdict.to_json(),
         "releases": {"count": known.releases[0], "last_at_s": known.releases[1] or None},

@@ -49,12 +49,13 @@ def first_difference(kept: Sequence[int], other: Sequence[int]) -> Json | None:
 
 
 def verdict(kept: KeptRequest, swarm: Json, undivided: Json) -> Json:
-    """The report. `verified` is true or false as llama.cpp alone says, null where it could not be asked."""
-    differs = [side for side in (swarm, undivided) if side["first_difference"] is not None]
-    asked = undivided["token_hash"] is not None
+    """The report. `verified` is true or false as llama.cpp alone says; where it could not be asked, false if the swarm
+    does not repeat itself, else null."""
+    deciding = undivided if undivided["token_hash"] is not None else swarm
+    differs = deciding["first_difference"] is not None
     return {
         **kept.summary(),
-        "verified": False if differs else True if asked else None,
+        "verified": False if differs else True if deciding is undivided else None,
         "swarm": swarm,
         "undivided": undivided,
         "reason": _reason(kept, swarm, undivided),
@@ -62,18 +63,26 @@ def verdict(kept: KeptRequest, swarm: Json, undivided: Json) -> Json:
 
 
 def _reason(kept: KeptRequest, swarm: Json, undivided: Json) -> str:
-    sides = (("llama.cpp on the undivided model", undivided), ("the swarm, asked again,", swarm))
-    for who, side in sides:
-        if (at := side["first_difference"]) is not None:
-            why = f"{who} gives another token at index {at['index']}"
-            if kept.mixed:
-                why += "; peers of other numeric classes had computed a part of the answer"
-            if kept.tainted:
-                why += "; a peer that computed something else, and was found out, had a part in the answer"
-            return why
+    again = swarm["first_difference"]
     if undivided["token_hash"] is None:
-        return f"llama.cpp was not asked: {undivided['reason']}"
-    return f"all {len(kept.tokens)} tokens are llama.cpp's own on the undivided model"
+        if again is None:
+            return f"llama.cpp was not asked: {undivided['reason']}"
+        why = f"the swarm, asked again, gives another token at index {again['index']}"
+        return f"{why}{_why_others(kept)}; llama.cpp was not asked: {undivided['reason']}"
+    if (at := undivided["first_difference"]) is not None:
+        return f"llama.cpp on the undivided model gives another token at index {at['index']}{_why_others(kept)}"
+    proven = f"all {len(kept.tokens)} tokens are llama.cpp's own on the undivided model"
+    return proven if again is None else f"{proven}; the swarm, asked again, gives another one at index {again['index']}"
+
+
+def _why_others(kept: KeptRequest) -> str:
+    """What is known of an answer whose tokens are not those of another computation."""
+    why = ""
+    if kept.mixed:
+        why += "; peers of other numeric classes had computed a part of the answer"
+    if kept.tainted:
+        why += "; a peer that computed something else, and was found out, had a part in the answer"
+    return why
 
 
 def why_not_here(file: Path) -> str | None:

@@ -115,8 +115,9 @@ EXACT: Final[dict[str, Any]] = {
     "workers[].numeric_class": "string?", "workers[].dispatches": "integer?",
     "requests.tainted": "integer", "requests[].tainted": "boolean?", "model.audits.overhead": "number",
     "self_differed": "integer?",
-    "peers[].audits.share": "number", **dict.fromkeys(
-        (f"{where}.audits.{count}" for where in ("peers[]", "model") for count in AUDIT_COUNTS), "integer"
+    "peers[].audits.share": "number", "peer show: audits.share": "number", **dict.fromkeys(
+        (f"{where}audits.{count}" for where in ("peers[].", "model.", "peer show: ") for count in AUDIT_COUNTS),
+        "integer",
     ),
     "levels[].tolerance.forks": "number", "peers[].numeric_class": "string?",
     "audit show: peers[].audits": "object?", "audit show: peers[].verdict": "object?",
@@ -133,7 +134,7 @@ MIXED: Final = frozenset(("levels[].tolerance",))
 """Objects in some answers, a sentence in others, null in what could not be computed."""
 NULL_OBJECTS: Final = frozenset(
     ("network", "without", "measured", "levels[].routing.first", "memory", "undivided", "swarm", "peers[].audits",
-     "levels[].divergence.first", "levels[].divergence.worst")
+     "audits", "levels[].divergence.first", "levels[].divergence.worst")
 )
 """Objects that may be null, where no row of their own says so."""
 

@@ -152,8 +152,10 @@ def test_a_verdict_needs_llama_cpp() -> None:
     assert verdict(one, same, nothing)["verified"] is None
     for other in ((5, 7), (5,), (5, 6, 7)):
         differs = compared(one, other, None)
-        assert verdict(one, differs, same)["verified"] is False
+        assert verdict(one, differs, same)["verified"] is True, "llama.cpp decides"
+        assert "asked again" in verdict(one, differs, same)["reason"]
         assert verdict(one, same, differs)["verified"] is False
+        assert verdict(one, differs, nothing)["verified"] is False
     assert first_difference((5, 6), (5,)) == {"index": 1, "kept": 6, "other": None}
     assert token_hash((1, 256)) == hashlib.sha256(b"\1\0\0\0\0\1\0\0").hexdigest()
 
@@ -233,7 +235,10 @@ def test_without_the_models_file_it_is_fetched_for_the_proof(
 
 
 def test_requests_are_forgotten(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(served.workers[0], capsys, "forget", "--all")[0] == 0
+    kept = run(served.workers[0], capsys, "requests")[1]["requests"]
+    assert run(served.workers[0], capsys, "forget", kept[0]["request_id"]) == (0, {"forgotten": 1})
+    assert run(served.workers[0], capsys, "forget") == (0, {"forgotten": len(kept) - 1})
+    assert run(served.workers[0], capsys, "forget", "--all") == (0, {"forgotten": 0})
     assert run(served.workers[0], capsys, "requests") == (0, {"keep": 100, "requests": []})
     assert run(served.workers[0], capsys, "verify")[0] == 2
 

@@ -23,7 +23,7 @@ def print_peer(answer: Mapping[str, Json]) -> None:
     table.add_row("state", _state(answer, said))
     fitness = plain(answer.get("fitness"))
     table.add_row("fitness", Text(fitness, style=_FITNESS_STYLES.get(fitness, "")))
-    table.add_row("audits", _audits(_dict(answer.get("verdict"))))
+    table.add_row("audits", _audits(_dict(answer.get("audits")), _dict(answer.get("verdict"))))
     table.add_row("differed from itself", f"{plain(answer.get('self_differed'))} times")
     table.add_row("releases", _releases(_dict(answer.get("releases"))))
     table.add_row("experts", _experts(_dict(answer.get("experts"))))
@@ -52,11 +52,18 @@ def _state(answer: Mapping[str, Json], said: Mapping[str, Json]) -> str:
     return ", ".join(parts)
 
 
-def _audits(verdict: Mapping[str, Json]) -> str:
-    if not verdict:
-        return "no verdict yet"
-    agreed, differed = plain(verdict.get("audits_agreed")), plain(verdict.get("audits_differed"))
-    return f"{agreed} agreed, {differed} differed, as of term {plain(verdict.get('term'))}"
+def _audits(counts: Mapping[str, Json], verdict: Mapping[str, Json]) -> str:
+    """What the leader counts now, and what the newest verdict was made of."""
+    lines = []
+    if counts:
+        agreed, differed = plain(counts.get("agreed")), plain(counts.get("differed"))
+        share = counts.get("share")
+        of = f", {share:.0%} of its answers are audited now" if isinstance(share, float | int) else ""
+        lines.append(f"{agreed} agreed, {differed} differed{of}")
+    if verdict:
+        agreed, differed = plain(verdict.get("audits_agreed")), plain(verdict.get("audits_differed"))
+        lines.append(f"verdict of term {plain(verdict.get('term'))}: {agreed} agreed, {differed} differed")
+    return "; ".join(lines) or "none yet"
 
 
 def _releases(releases: Mapping[str, Json]) -> str:
@@ -79,7 +86,7 @@ def _measured_by_leader(answer: Mapping[str, Json]) -> str:
     same = answer.get("bit_identical_to_leader")
     return (
         f"rtt {_number(answer.get('rtt_ms'))} ms, {_number(answer.get('rows_per_s'))} rows/s, "
-        f"{plain(answer.get('dispatches'))} dispatches, the leader's bits: {plain(same)}"
+        f"{plain(answer.get('dispatches'))} dispatches, the leader's bits when probed: {plain(same)}"
     )
 
 
@@ -99,7 +106,10 @@ def _print_backend(out: Json, backend: Mapping[str, Json]) -> None:
 
 
 def _evidence(each: Mapping[str, Json]) -> str:
+    text = plain(each.get("text"))
     where = [f"{key} {plain(each.get(key))}" for key in ("layer", "expert") if each.get(key) is not None]
+    if where and text.startswith(", ".join(where)):
+        where = []  # it says so itself
     if each.get("weight_type"):
         where.append(plain(each.get("weight_type")))
     figures = ""
@@ -110,7 +120,8 @@ def _evidence(each: Mapping[str, Json]) -> str:
         )
     at_s = each.get("at_s")
     when = f"{_when(at_s)} " if isinstance(at_s, int) and at_s else ""
-    return f"{when}{plain(each.get('kind'))} {', '.join(where)}: {plain(each.get('text'))}{figures}"
+    said = f" {', '.join(where)}" if where else ""
+    return f"{when}{plain(each.get('kind'))}{said}: {text}{figures}"
 
 
 def _when(at_s: int) -> str:

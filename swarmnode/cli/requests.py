@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,13 +117,21 @@ def _answer(settings: Settings, method: str, params: dict[str, Any]) -> dict[str
 
 @click.command()
 @click.argument("request_id", required=False)
-@click.option("--all", "everything", is_flag=True, help="Remove all that are kept.")
+@click.option("--all", "everything", is_flag=True, help="Remove all that are kept, and do not ask.")
 @common_options
 @pass_settings
 def forget(settings: Settings, request_id: str | None, everything: bool) -> None:
-    """Remove a request and its answer from this machine, or all of them."""
-    if everything == (request_id is not None):
-        raise UsageError("name one request, or --all", hint="`swarmctl requests` lists those that are kept.")
+    """Remove a request and its answer from this machine; all of them, if none is named (a terminal is asked first).
+
+    \b
+    Examples:
+      swarmctl forget req-6c1f0d9f2a7b3e84
+      swarmctl forget --all
+    """
+    if everything and request_id is not None:
+        raise UsageError("there is a request and --all", hint="Give one of them.")
+    if request_id is None and not everything and sys.stdin.isatty() and not settings.json:
+        click.confirm("Remove all requests that this node keeps?", abort=True, err=True)
     named = {} if request_id is None else {"request_id": request_id}
     common.print_result(settings, request(settings.socket, "forget", named))
 
