@@ -18,7 +18,7 @@ from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from backends.experts import F32, ReadSlice
-from backends.known_roundings import BF16_SUMS, BY_BATCH, HALF_SUMS, ROUNDINGS, Rounding, Sums, to_codes
+from backends.known_roundings import BF16_SUMS, BY_BATCH, ROUNDINGS, Rounding, Sums, to_codes
 from backends.manifest import LayerExperts
 from backends.numpy_functions import Rows
 from backends.numpy_reference import NumpyExperts
@@ -59,10 +59,8 @@ def _ways() -> Iterator[Way]:
     for name, each in ROUNDINGS.items():
         yield Way(each, each, as_kernels=True, whole=name in BY_BATCH)
     for sums in BF16_SUMS:
-        yield Way(None, None, sums=sums)
         yield Way(ROUNDINGS["bf16"], ROUNDINGS["bf16"], ROUNDINGS["bf16"], sums=sums)
-    for sums in HALF_SUMS:
-        yield Way(ROUNDINGS["f16"], ROUNDINGS["f16"], ROUNDINGS["f16"], sums=sums)
+        yield Way(None, None, sums=sums)
 
 
 WAYS: Final = tuple(_ways())

@@ -7,7 +7,7 @@ A kernel may round what it multiplies to any of them, at the expert's input, bet
     floating point   bfloat16, TF32, and 8 bits (E4M3, E5M2) with no scale, or one for a block, a row or the batch
     four bits        MXFP4 and NVFP4, as matrix units of newer GPUs take them
 
-Sums in bfloat16, or in half precision, one run of products after the other, are here, too.
+Sums in bfloat16, one run of products after the other, are here, too.
 
 Each is a function of rows float32 [R, n] that gives float32 [R, n]; a last block may be shorter than the others.
 """
@@ -19,10 +19,7 @@ from functools import partial
 from typing import Final
 
 import numpy as np
-from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
-
-from backends.numpy_functions import round_activations
 
 F32 = NDArray[np.float32]
 Rounding = Callable[[F32], F32]
@@ -91,8 +88,8 @@ def _blockwise(x: F32, block: int, function: Rounding) -> F32:
     """function of [R, blocks, block] for rows [R, n], which zeros fill up."""
     width = x.shape[1]
     block = block or width
-    filled = np.pad(x, ((0, 0), (0, -width % block))).reshape(len(x), -1, block)
-    return np.asarray(function(filled).reshape(len(x), -1)[:, :width], np.float32)
+    filled = np.pad(x, ((0, 0), (0, -width % block))) if width % block else x
+    return np.asarray(function(filled.reshape(len(x), -1, block)).reshape(len(x), -1)[:, :width], np.float32)
 
 
 def _times(scale: F32, part: F32, function: Rounding) -> F32:
@@ -174,27 +171,27 @@ ROUNDINGS: Final[dict[str, Rounding]] = {
 BY_BATCH: Final = frozenset(name for name in ROUNDINGS if name.endswith("by batch"))
 
 
-def _add(a: F32, weight: F32, run: int, rounded: Rounding, *, fused: bool = True) -> F32:
+def _bf16(values: F32) -> F32:
+    """In place."""
+    bits = values.view(np.uint32)
+    bits += np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
+    bits &= np.uint32(0xFFFF0000)
+    return values
+
+
+def _add_in_bf16(a: F32, weight: F32, run: int, *, fused: bool = False) -> F32:
     """Runs of products are added exactly, and then one after the other, each sum rounded. fused: and no run alone."""
-    total = np.zeros((len(a), len(weight)), np.float32)
-    for start in range(0, a.shape[1], run):
-        part = a[:, start : start + run] @ weight[:, start : start + run].T
-        total = rounded(total + (part if fused else rounded(part)))
+    a, weight = np.ascontiguousarray(a.T), np.ascontiguousarray(weight.T)
+    total = np.zeros((a.shape[1], weight.shape[1]), np.float32)
+    for start in range(0, len(a), run):
+        part = a[start : start + run].T @ weight[start : start + run]
+        total += part if fused else _bf16(part)
+        _bf16(total)
     return total
 
 
-def _half(values: F32) -> F32:
-    with np.errstate(over="ignore"):
-        return values.astype(np.float16).astype(np.float32)
-
-
-def _sums(rounded: Rounding) -> tuple[Sums, ...]:
-    """The longer the runs, the less harm: of more than 128 products they do little."""
-    return (
-        *(partial(_add, run=run, rounded=rounded, fused=False) for run in (128, 64, 32, 16, 8, 4, 1)),
-        *(partial(_add, run=run, rounded=rounded) for run in (4, 1)),
-    )
-
-
-BF16_SUMS: Final = _sums(lambda values: round_activations(values, GGMLQuantizationType.BF16))
-HALF_SUMS: Final = _sums(_half)
+BF16_SUMS: Final[tuple[Sums, ...]] = (
+    *(partial(_add_in_bf16, run=run) for run in (64, 32, 16, 8, 4, 1)),
+    partial(_add_in_bf16, run=1, fused=True),
+)
+"""Of longer runs bfloat16 does no more harm than half-precision sums do."""
