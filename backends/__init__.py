@@ -39,7 +39,7 @@ Models made here
 
 What a backend does, measured
     measure          precision, batch invariance, repeatability, numeric class, speed (measurement_cache keeps it)
-    numeric_class    a fingerprint of a backend's arithmetic, from inputs that hit rounding ties
+    numeric_class    a fingerprint of a backend's arithmetic, from inputs on which kernels part (class_inputs)
     probe_weights    layers made for measuring, byte by byte
     crafted_rows     activations that tell in service how a peer accumulates
     coarse_experts   rows under every coarser arithmetic that is known (known_roundings: of activations)

@@ -1,8 +1,8 @@
 """A backend measured: what its kernels do, asked of the kernels themselves, whatever anybody declares.
 
 Everything goes through `ExpertBackend`, as a dispatch does, so that exactly the serving kernels are measured: an
-ExpertProgram of one product for precision (capabilities/precision.py says how the verdict is found), and of a whole
-SwiGLU expert for numeric classes and rates. The made-up layer has a number that no model has.
+ExpertProgram of one product for precision (capabilities/precision.py says how the verdict is found), of a whole SwiGLU
+expert for rates, of it and its single steps for numeric classes. The made-up layer has a number that no model has.
 
 Precision comes first for all weight types, then classes, then rates: if the deadline comes early, what is missing is
 what matters least. What was not measured is never reported as good.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -20,13 +20,23 @@ from typing import Final
 import numpy as np
 import psutil
 
+from backends.class_inputs import rows_on_ties
 from backends.device import Device, list_devices
 from backends.experts import ExpertBackend, GgmlExperts
 from backends.gguf_types import GGML_TYPES
-from backends.manifest import LayerExperts
-from backends.numeric_class import fingerprint, rows_on_ties
-from backends.probe_weights import SUPER_BLOCK, WEIGHT_TYPES, ProbeLayer, even_layer, noise_layer
-from capabilities.errors import UnsupportedModel
+from backends.manifest import Manifest
+from backends.numeric_class import Fingerprint, Step, fingerprint, step_of_product, step_of_unit
+from backends.probe_weights import (
+    SUPER_BLOCK,
+    WEIGHT_TYPES,
+    ProbeLayer,
+    even_layer,
+    noise_layer,
+    product_layer,
+    unit_layer,
+)
+from backends.program import ExpertProgram, Node
+from capabilities.errors import PeerMistake, UnsupportedModel
 from capabilities.measurement import NAME_CHARS_MAX, TYPES_MAX, BackendMeasurement, TypeMeasurement
 from capabilities.precision import (
     BATCH_WIDTHS,
@@ -47,6 +57,10 @@ RATE_ROWS: Final = 128  # of the batch: a prefill's share
 RATE_S: Final = 0.1
 _RATE_EXPERTS_MAX: Final = 64
 _PROBE_OUTPUTS: Final = 64
+_UNITS_MAX: Final = 4  # of a model's programs: known ones have one
+_UNIT_WIDTH: Final = 192  # and what n_ff leaves over _VECTOR: a row's last values may not fill a vector
+_VECTOR: Final = 64  # values of the widest
+_SWIGLU: Final = Node("glu", params=(0.0, 0.0, 0.0), name="SWIGLU")
 
 Progress = Callable[[int, int, str], None]
 """(steps done, steps in all, what is measured now)"""
@@ -75,6 +89,7 @@ class Request:
     """What to measure.
 
     kinds: ggml types of weights. n_in, n_ff: widths of the experts for classes and rates, best the model's own.
+    units: what experts do between their products, as `glu` and `unary` nodes without inputs.
     accumulation, source: what the backend claims of itself.
     """
 
@@ -83,14 +98,26 @@ class Request:
     n_ff: int = N_FF
     accumulation: Precision = Precision.UNKNOWN
     source: Precision = Precision.UNKNOWN
+    units: tuple[Node, ...] = (_SWIGLU,)
 
     @staticmethod
-    def of_model(layers: Sequence[LayerExperts]) -> Request:
-        """For the experts of a manifest: every type of matrix among them, and the widths of the widest."""
+    def of_model(manifest: Manifest) -> Request:
+        """For the experts of a model: every type of matrix among them, the widths of the widest, its gated units."""
+        layers = manifest.layers
         matrices = [tensor for layer in layers for tensor in layer.tensors if len(tensor.shape) == 2]
         kinds = tuple(sorted({tensor.type for tensor in matrices} & set(WEIGHT_TYPES)))
         down = [tensor.shape[0] for tensor in matrices if tensor.name.startswith("ffn_down")]
-        return Request(kinds, max((layer.n_in for layer in layers), default=N_IN), max(down, default=N_FF))
+        n_in = max((layer.n_in for layer in layers), default=N_IN)
+        return Request(kinds, n_in, max(down, default=N_FF), units=_units(manifest) or (_SWIGLU,))
+
+
+def _units(manifest: Manifest) -> tuple[Node, ...]:
+    nodes: set[Node] = set()
+    for program in manifest.programs:
+        with suppress(PeerMistake):  # it came from elsewhere; whoever loads it says what is wrong with it
+            nodes |= {n for n in ExpertProgram.from_bytes(program).nodes if n.op in ("glu", "unary")}
+    bare = {replace(node, inputs=()) for node in nodes}
+    return tuple(sorted(bare, key=lambda node: (node.op, node.name, node.params))[:_UNITS_MAX])
 
 
 def declared_by(backend: ExpertBackend) -> tuple[Precision, Precision]:
@@ -220,12 +247,40 @@ def _precision(
 # -- classes and rates ------------------------------------------------------------------------------------------------
 
 
+def measure_class(
+    backend: ExpertBackend, kind: int, request: Request, tick: Callable[[], None] = lambda: None
+) -> Fingerprint:
+    """The numeric class for one weight type, of the request's widths and units. `tick` may raise.
+
+    Raises:
+        UnsupportedModel: the backend does not know the weight type.
+    """
+    steps = list(_steps(backend, kind, request, tick))
+    probe = noise_layer(kind, request.n_in, _narrowed(kind, request), 2)
+    with _loaded(backend, probe):
+        return fingerprint(backend, probe, tick, steps)
+
+
+def _steps(backend: ExpertBackend, kind: int, request: Request, tick: Callable[[], None]) -> Iterator[Step]:
+    """The steps of an expert by themselves: both products at their full lengths, and the units between them."""
+    for length in dict.fromkeys((request.n_in, request.n_ff)):
+        product = product_layer(kind, length, _PROBE_OUTPUTS, 2)
+        with _loaded(backend, product):
+            yield step_of_product(backend, product, tick)
+    width = request.n_ff if request.n_ff <= _UNIT_WIDTH else _UNIT_WIDTH + request.n_ff % _VECTOR
+    for unit in request.units:
+        probe = unit_layer(unit, max(2, width))
+        try:
+            with _loaded(backend, probe):
+                yield step_of_unit(backend, probe, tick)
+        except UnsupportedModel:  # it has no such unit, or no weights in F32
+            yield Step(f"{unit}", b"")
+
+
 def _class(
     backend: ExpertBackend, kind: int, request: Request, clock: _Clock, before: TypeMeasurement
 ) -> TypeMeasurement:
-    probe = noise_layer(kind, request.n_in, _narrowed(kind, request), 2)
-    with _loaded(backend, probe):
-        found = fingerprint(backend, probe, clock.tick)
+    found = measure_class(backend, kind, request, clock.tick)
     return replace(
         before,
         numeric_class=found.numeric_class,

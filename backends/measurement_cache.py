@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from backends import numeric_class
+from backends import class_inputs
 from backends.atomic_file import replacing
 from backends.device import Device
 from backends.ggml import library
@@ -73,7 +73,7 @@ def measurement_key(device: Device, request: Request, threads: int) -> dict[str,
     """Everything that a measurement rests on, ready for JSON."""
     info = device.info
     return {
-        "versions": [numeric_class.VERSION, measurement.FORMAT_VERSION],
+        "versions": [class_inputs.VERSION, measurement.FORMAT_VERSION],
         "ggml": library().ggml_version().decode(),
         "libraries": _libraries(),
         "flags": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_FLAGS)},
@@ -82,6 +82,7 @@ def measurement_key(device: Device, request: Request, threads: int) -> dict[str,
         "threads": threads,
         "kinds": list(request.kinds),
         "widths": [request.n_in, request.n_ff],
+        "units": [[unit.op, unit.name, list(unit.params)] for unit in request.units],
         "declared": [request.accumulation.value, request.source.value],
     }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -165,6 +165,21 @@ def gated_layer(width: int, n_expert: int) -> ProbeLayer:
     ones = np.eye(width, dtype="<f4")
     stored = {"ffn_gate_exps.weight": ones.tobytes(), "ffn_up_exps.weight": ones[::-1].tobytes()}
     return _layer(GATED, dict.fromkeys(stored, (0, width, width)), n_expert, lambda name, expert: stored[name])
+
+
+def unit_layer(unit: Node, width: int) -> ProbeLayer:
+    """Two experts whose row is unit(x), or unit(x, x[0]) where it gates: F32 weights of ones and noughts round nothing.
+
+    unit: a `glu` or `unary` node; its inputs do not matter.
+    """
+    inputs = (1, 2) if unit.op == "glu" else (1,)
+    gate, up = "ffn_gate_exps.weight", "ffn_up_exps.weight"
+    products = [Node("mul_mat_id", (0,), name, _NOT_ASKED) for name in (gate, up)[: len(inputs)]]
+    program = ExpertProgram((Node("x"), *products, replace(unit, inputs=inputs)))
+    first = np.zeros((width, width), "<f4")
+    first[:, 0] = 1
+    stored = {gate: np.eye(width, dtype="<f4").tobytes(), up: first.tobytes()}
+    return _layer(program, dict.fromkeys(program.weights, (0, width, width)), 2, lambda name, expert: stored[name])
 
 
 def noise(kind: int, width: int, rows: int, seed: str) -> bytes:

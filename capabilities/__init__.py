@@ -8,7 +8,7 @@ advert      what a peer says of itself, signed, and its heartbeat; advert_conten
             held_experts which experts it holds
 precision   how a backend accumulates and rounds, and the probe that tells; row_check tells it from answers in service,
             row_grades tells single rows of live work: right, coarse, or another function's
-measurement what a peer measured of one backend, by weight type
+measurement what a peer measured of one backend, by weight type; numeric_class has the words for its classes
 tool_form   how models write calls of tools
 verdict     what a leader holds of a peer, and by what evidence; the board that it is written on
 backbone    who may lead, in signed versions; certificates: the votes that make a term; membership_certificate: who

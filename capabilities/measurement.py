@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from capabilities.errors import PeerMistake
+from capabilities.numeric_class import CLASS_CHARS
 from capabilities.precision import MeasuredPrecision
 
 FORMAT_VERSION: Final = 1
 TYPES_MAX: Final = 64  # ggml knows 28 types of weights
 NAME_CHARS_MAX: Final = 64
 TYPE_CHARS_MAX: Final = 16
-CLASS_CHARS: Final = 32  # 128 bits of a SHA-256, in hex
 WIDTH_MAX: Final = 1 << 20
 ROWS_PER_S_MAX: Final = 1e12
 BYTES_MAX: Final = 1 << 50

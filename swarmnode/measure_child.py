@@ -25,6 +25,7 @@ from backends.experts import ExpertBackend, GgmlExperts
 from backends.ggml import allow_wide_kernels
 from backends.measure import Request, declared_by, measure_backend
 from backends.measurement_cache import cached_measurement
+from backends.program import Node
 from backends.variant_process import KernelExperts
 from capabilities.measurement import NAME_CHARS_MAX, BackendMeasurement
 from swarmnode.compute import choose_compute
@@ -46,6 +47,7 @@ def order(
         "folder": str(folder),
         "kinds": list(request.kinds),
         "widths": [request.n_in, request.n_ff],
+        "units": [[unit.op, unit.name, list(unit.params)] for unit in request.units],
         "fast": fast,
         "deadline_s": deadline_s,
         "anew": anew,
@@ -61,7 +63,9 @@ def measure(ordered: dict[str, Any], report: Report) -> BackendMeasurement:
     if ordered["fast"]:
         allow_wide_kernels()
     config, threads, folder = ComputeConfig(**ordered["compute"]), ordered["threads"], Path(ordered["folder"])
-    request = Request(tuple(ordered["kinds"]), *ordered["widths"])
+    units = tuple(Node(op, (), name, tuple(params)) for op, name, params in ordered["units"])
+    n_in, n_ff = ordered["widths"]
+    request = Request(tuple(ordered["kinds"]), n_in, n_ff, units=units)
 
     def progress(done: int, total: int, what: str) -> None:
         report(what, done, total)

@@ -6,14 +6,14 @@ advert, `unknown` in the status, no numeric class, and no F32 for output ranks.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from backends.gguf_types import GGML_TYPES
 from capabilities.advert_content import BackendAdvert, WeightSpeed
-from capabilities.measurement import CLASS_CHARS, BackendMeasurement, TypeMeasurement
+from capabilities.measurement import BackendMeasurement, TypeMeasurement
+from capabilities.numeric_class import joined
 from capabilities.precision import MeasuredPrecision, Precision
 
 _STATUS_WORDS: Final = {Precision.BF16: Precision.Q8}
@@ -48,10 +48,9 @@ class Measured:
         "" if one of them has no class. Equal words: the same bits for the same rows, until shown otherwise.
         """
         backend, found = self.backend, self._of(kinds)
-        if backend is None or not found or any(each is None or not each.numeric_class for each in found.values()):
+        if backend is None or any(each is None for each in found.values()):
             return ""
-        classes = [(name, each.numeric_class) for name, each in sorted(found.items()) if each is not None]
-        return hashlib.sha256(repr(classes).encode()).hexdigest()[:CLASS_CHARS]
+        return joined((name, each.numeric_class) for name, each in found.items() if each is not None)
 
     def accumulates_f32(self, kinds: Iterable[int] = ()) -> bool:
         """Whether sums are seen to be in F32 when a dispatch asks for it, for all these ggml types of weights."""
@@ -135,7 +134,4 @@ def backends_json(backends: Iterable[BackendAdvert]) -> list[dict[str, Any]]:
 
 def class_of(backend: BackendAdvert) -> str:
     """`Measured.numeric_class` over all weight types of another peer's backend."""
-    if not backend.weights or any(not weight.numeric_class for weight in backend.weights):
-        return ""
-    classes = sorted((weight.weight, weight.numeric_class) for weight in backend.weights)
-    return hashlib.sha256(repr(classes).encode()).hexdigest()[:CLASS_CHARS]
+    return joined((weight.weight, weight.numeric_class) for weight in backend.weights)

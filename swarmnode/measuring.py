@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ import trio
 
 from backends.child import parse_line
 from backends.gguf_types import GGML_TYPES
-from backends.manifest import LayerExperts
+from backends.manifest import Manifest
 from backends.measure import DEADLINE_S, Request
 from capabilities.errors import Internal, SwarmError
 from capabilities.measurement import BackendMeasurement
@@ -89,9 +89,9 @@ class Measuring:
         """Whether a result is still to come."""
         return self._wanted.is_set()
 
-    def for_model(self, layers: Sequence[LayerExperts]) -> None:
-        """These are the experts to be computed: measure their types and widths, unless that was done last."""
-        request = Request.of_model(layers)
+    def for_model(self, manifest: Manifest) -> None:
+        """Its experts are to be computed: measure their types and widths, unless that was done last."""
+        request = Request.of_model(manifest)
         if request.kinds and request != self._request:
             self._request = request
             self._want()

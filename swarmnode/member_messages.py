@@ -19,8 +19,8 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from capabilities.errors import PeerMistake, SwarmError
-from capabilities.measurement import CLASS_CHARS
 from capabilities.membership_certificate import MEMBERSHIP_BYTES_MAX
+from capabilities.numeric_class import CLASS_CHARS
 from swarmnode import limits
 from swarmnode.wire import Fields, Frame, bounded_error, encode_frame
 

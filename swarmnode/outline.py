@@ -48,7 +48,7 @@ class Outline:
     def of_model(cls, manifest: Manifest, workers: Sequence[WorkerSpec], replicas: int) -> Outline:
         from backends.measure import Request
 
-        request = Request.of_model(manifest.layers)
+        request = Request.of_model(manifest)
         return cls(
             manifest.name,
             tuple(LayerSpec(layer.layer, layer.n_expert, layer.expert_bytes) for layer in manifest.layers),

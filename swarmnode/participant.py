@@ -299,7 +299,7 @@ class Participant:
         """Measure this node's kernels on the very types and widths of the model that it is to compute."""
         while True:
             if (manifest := self.worker.manifest or self._led_manifest()) is not None:
-                self._parts.measuring.for_model(manifest.layers)
+                self._parts.measuring.for_model(manifest)
             await trio.sleep(_MEASURE_S)
 
     def _led_manifest(self) -> Manifest | None:

@@ -15,18 +15,18 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from backends import measure, numeric_class, probe_weights
+from backends.class_inputs import product_rows, rows_on_ties, unit_values
 from backends.device import Device
-from backends.experts import F32, I32, GgmlExperts
+from backends.experts import F32, GgmlExperts
 from backends.gguf_types import GGML_TYPES
 from backends.measure import Request, measure_backend, measure_device
-from backends.numeric_class import Fingerprint, fingerprint, rows_on_ties
 from backends.numpy_reference import NumpyExperts
-from backends.probe_weights import WEIGHT_TYPES, even_layer, noise, noise_layer
+from backends.probe_weights import WEIGHT_TYPES, even_layer, noise
+from backends.program import Node
 from capabilities.errors import Internal
-from capabilities.measurement import CLASS_CHARS, TypeMeasurement
+from capabilities.measurement import TypeMeasurement
 from capabilities.precision import MeasuredPrecision, Precision
 from tests.expert_models import take_apart
-from tests.kernel_models import ChangesWithWidth
 from tests.patience import LOADED
 
 KINDS = {known.name: kind for kind, known in GGML_TYPES.items()}
@@ -37,12 +37,6 @@ SMALL = Request((F16, Q4_0), 256, 256)
 @cache
 def cpu() -> Device:
     return Device("CPU")
-
-
-def class_of(backend: GgmlExperts | NumpyExperts | ChangesWithWidth, kind: int) -> Fingerprint:
-    probe = noise_layer(kind, 256, 256, 2)
-    backend.load_layer(probe.layer, probe.program, probe.experts, probe.read)
-    return fingerprint(backend, probe, lambda: None)
 
 
 @pytest.fixture
@@ -91,7 +85,7 @@ def test_noise_has_a_size_that_kernels_meet(kind: int) -> None:
 
 
 def test_what_is_fingerprinted_is_the_same_on_every_machine() -> None:
-    """Classes of two peers mean something only if these bytes never change: else raise numeric_class.VERSION."""
+    """Classes of two peers mean something only if these bytes never change: else raise class_inputs.VERSION."""
     known = {
         "f32": "eda45aa4",
         "f16": "112bbe1c",
@@ -105,7 +99,8 @@ def test_what_is_fingerprinted_is_the_same_on_every_machine() -> None:
     }
     found = {name: hashlib.sha256(noise(KINDS[name], 256, 64, "fixed")).hexdigest()[:8] for name in known}
     assert found == known
-    assert hashlib.sha256(rows_on_ties(8, 256).tobytes()).hexdigest()[:8] == "e6ecbb1b"
+    rows = [rows_on_ties(8, 256), product_rows(16, 256), unit_values()]
+    assert [hashlib.sha256(values.tobytes()).hexdigest()[:8] for values in rows] == ["e9e314c1", "3190fe62", "b7c73b7b"]
 
 
 def test_a_matrix_larger_than_the_noise_does_not_repeat_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,88 +113,6 @@ def test_unknown_types_are_refused() -> None:
     for kind in (KINDS["i32"], KINDS["q8_K"], 999):
         with pytest.raises(ValueError, match="no type of weights"):
             even_layer(kind, 256, 2, 2)
-
-
-# -- inputs on ties ---------------------------------------------------------------------------------------------------
-
-
-def test_rows_fall_on_ties() -> None:
-    x = rows_on_ties(8, 256)
-    assert x.tobytes() == rows_on_ties(8, 256).tobytes()
-    codes = x[1].astype(np.float64) * 64
-    assert set((np.abs(codes) % 1).tolist()) == {0.0, 0.5}  # the largest of each block, and halves
-    assert np.abs(codes).max() == 127
-    blocks = x[2].reshape(-1, 32)
-    steps = blocks.astype(np.float64) / (np.abs(blocks).max(axis=1, keepdims=True).astype(np.float64) / 127)
-    assert np.abs(np.abs(steps[:, 1:]) % 1 - 0.5).max() < 1e-5
-    halves = x[3][1::2].astype(np.float64)
-    down, up = np.floor(halves * 1024) / 1024, np.ceil(halves * 1024) / 1024
-    assert np.array_equal(halves - down, up - halves)
-
-
-# -- numeric classes --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["f32", "f16", "q4_0", "q4_K"])
-def test_ggmls_cpu_kernels_are_one_class_with_themselves(name: str) -> None:
-    found = class_of(GgmlExperts(cpu()), KINDS[name])
-    assert found == class_of(GgmlExperts(cpu()), KINDS[name])
-    assert (found.batch_invariant, found.repeatable) == (True, True)
-    assert len(found.numeric_class) == CLASS_CHARS
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_class_is_of_an_arithmetic_and_a_type() -> None:
-    backends = [NumpyExperts("float64"), NumpyExperts("float32"), NumpyExperts("float16"), GgmlExperts(cpu())]
-    backends += [NumpyExperts("float64", quantize_activations=True)]
-    classes = [class_of(backend, kind).numeric_class for backend in backends for kind in (F16, Q4_0)]
-    assert len(set(classes)) == 10
-
-
-@pytest.mark.usefixtures("quick")
-def test_one_rounding_of_ties_makes_another_class() -> None:
-    """Half away from zero where kernels of SIMD code go to the even neighbour, and nothing else."""
-
-    class Scalar(NumpyExperts):
-        def _multiply(self, a: Any, weight: Any, kind: GGMLQuantizationType) -> Any:
-            blocks = np.asarray(a, np.float32).reshape(-1, 32)
-            scale = (np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)).astype(np.float32)
-            inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
-            steps = blocks * inverse
-            self.steps = np.floor(np.abs(steps) + np.float32(0.5)) * np.sign(steps) if self.away else np.rint(steps)
-            return (self.steps * scale).reshape(a.shape) @ weight.T
-
-    classes = []
-    for away in (False, True):
-        backend = Scalar("float32")
-        backend.away = away  # type: ignore[attr-defined]
-        classes.append(class_of(backend, Q4_0).numeric_class)
-    assert classes[0] != classes[1]
-
-
-def test_kernels_that_change_with_width_are_not_batch_invariant() -> None:
-    steady = class_of(NumpyExperts("float64"), F16)
-    for at in (2, 6, 33):
-        found = class_of(ChangesWithWidth(NumpyExperts("float64"), NumpyExperts("float16"), at), F16)
-        assert (found.batch_invariant, found.repeatable) == (False, True)
-        assert found.numeric_class != steady.numeric_class
-    when_asked = class_of(ChangesWithWidth(NumpyExperts("float64"), NumpyExperts("float16"), 1, honours=True), F16)
-    assert when_asked.numeric_class not in ("", steady.numeric_class)
-
-
-@pytest.mark.usefixtures("quick")
-def test_calls_that_do_not_repeat_have_no_class() -> None:
-    class Restless(NumpyExperts):
-        calls = 0
-
-        def compute(self, layer: int, x: F32, tokens: I32, experts: I32, *, ask_f32: bool = False) -> F32:
-            y = super().compute(layer, x, tokens, experts)
-            self.calls += 1
-            y[-1, -1] += np.float32(1e-3 * (self.calls % 2))
-            return y
-
-    found = class_of(Restless("float64"), F16)
-    assert found == Fingerprint("", batch_invariant=False, repeatable=False)
 
 
 # -- a whole measurement ----------------------------------------------------------------------------------------------
@@ -269,7 +182,7 @@ class _Slow(NumpyExperts):
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("deadline_s", [0, 5, 20, 60, 100])
+@pytest.mark.parametrize("deadline_s", [0, 5, 20, 60, 120])
 def test_what_the_deadline_cuts_off_is_not_called_good(deadline_s: int) -> None:
     backend = _Slow()
     measured = measure_backend(backend, SMALL, deadline_s=deadline_s, now=lambda: backend.seconds)
@@ -285,7 +198,7 @@ def test_what_the_deadline_cuts_off_is_not_called_good(deadline_s: int) -> None:
         assert last == TypeMeasurement()
     else:
         assert measured.accumulation.measured_when_asked is Precision.F32
-        assert (first.numeric_class != "", last.numeric_class) == (deadline_s == 100, "")
+        assert (first.numeric_class != "", last.numeric_class) == (deadline_s == 120, "")
         assert not last.batch_invariant
 
 
@@ -303,11 +216,12 @@ def test_half_precision_seen_before_the_deadline_is_told() -> None:
 
 def test_a_request_for_a_model() -> None:
     model = take_apart("qwen3moe", "q4_0").manifest
-    request = Request.of_model(model.layers)
+    request = Request.of_model(model)
     layer = model.layers[0]
     down = next(t for t in layer.tensors if t.name.startswith("ffn_down"))
     assert (request.kinds, request.n_in, request.n_ff) == ((Q4_0,), layer.n_in, down.shape[0])
-    assert Request.of_model([]) == Request(())
+    assert request.units == (Node("glu", (), "SWIGLU", (0.0, 0.0, 0.0)),)
+    assert Request.of_model(replace(model, layers=(), programs=(b"no program",))) == Request(())
 
 
 def test_wide_experts_are_fingerprinted_narrower() -> None:

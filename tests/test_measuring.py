@@ -144,14 +144,14 @@ async def test_the_models_own_weights_are_measured_when_it_is_known(tmp_path: Pa
 
     made = Measuring(ComputeConfig(), choose_compute(ComputeConfig(backend="numpy"), 1), 1, tmp_path, run_child=child)
     heard: list[Measured] = []
-    layers = take_apart("qwen3moe", "q4_0").manifest.layers
+    manifest = take_apart("qwen3moe", "q4_0").manifest
     async with trio.open_nursery() as nursery:
         with made.on_change(lambda: heard.append(made.current)):
             nursery.start_soon(made.run)
             await made.wait()
             assert orders[0]["kinds"] == list(USUAL.kinds)
-            made.for_model(layers)
-            made.for_model(layers)
+            made.for_model(manifest)
+            made.for_model(manifest)
             assert made.busy
             failed = await made.wait()
             assert "failed" in failed.error
@@ -186,7 +186,7 @@ async def test_a_slow_machine_tells_what_it_found_in_time_and_goes_on(tmp_path: 
             assert made.busy
             assert made.current.accumulates_f32()
             assert not made.current.numeric_class()
-            made.for_model(take_apart("qwen3moe", "q4_0").manifest.layers)
+            made.for_model(take_apart("qwen3moe", "q4_0").manifest)
             assert (await made.wait()).numeric_class()
             nursery.cancel_scope.cancel()
     assert deadlines == [DEADLINES_S[0], DEADLINES_S[1], DEADLINES_S[0]]
