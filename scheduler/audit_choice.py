@@ -28,8 +28,9 @@ SHARE_MIN: Final = 0.05  # of answers, the first kind among them
 SHARE_UNFIT: Final = 0.25  # so that one that is right again is soon seen to be
 AGREED_FIRST: Final = 10
 BUDGET_SHARE: Final = 0.10  # of what peers compute
-BURST_ROWS: Final = 8192  # a handful of new peers at once, at ten answers of AUDIT_ROWS_MAX each, at four times a row
-AUDIT_ROWS_MAX: Final = 32  # of one answer: all of a decode step of four sequences; of a prefill, a sample
+BURST_ROWS: Final = 8192  # some twenty new peers at once, at ten answers of SOME_ROWS each, at four times a row
+AUDIT_ROWS_MAX: Final = 32  # of the one of a stretch: all of a decode step of four sequences; of a prefill, a sample
+SOME_ROWS: Final = 8  # of new peers' and suspects': all of a decode step of one or two; of more, each reads an expert
 GLANCE_ROWS: Final = 1  # who cheats in every row is seen as well; who cheats in some, by the first kind
 AGAIN_SHARE: Final = 1 / 8  # of audits that agreed: enough to notice, and little beside what audits cost
 PRICE_FIRST: Final = 4.0  # of wide experts in a layout that the kernels like better than the file's
@@ -110,8 +111,8 @@ class AuditChoice:
         beyond = (share - 1 / STRETCH) / (1 - 1 / STRETCH)  # of all others, so that the share is of all
         if not sure and (drawn >> 64) / 2**64 >= beyond:
             return None
-        glances = not sure and standing.reserved == _RESERVED_GLANCE
-        wanted = min(rows, GLANCE_ROWS if glances else AUDIT_ROWS_MAX)
+        most = GLANCE_ROWS if standing.reserved == _RESERVED_GLANCE else SOME_ROWS
+        wanted = min(rows, AUDIT_ROWS_MAX if sure else most)
         cost = min(wanted * self._price, COST_MAX)
         if not sure and self._credit - cost < standing.reserved * BURST_ROWS:
             return None

@@ -1,19 +1,18 @@
 """Answers that wait to be recomputed: bounded, and nobody's are in front of everybody else's.
 
-Each peer has a queue of its own, first come first judged, and the peers take turns. Every second turn is a suspect's,
-if one waits: six audits decide about it. Where there is no room the longest queue makes some: it loses what came last
-to it and is not the one of its stretch (audit_choice.py). So whatever others do, as much of a peer's waits as is its
-share of the room, and of that the first: who cheats from its first answer on is judged by its first answers, however
-late.
+Each peer has a queue of its own, and the peers take turns; every second turn is a suspect's, if one waits: six audits
+decide about it. Of a peer's answers the one of its stretch (audit_choice.py) comes first, then the newest: what a peer
+does now says more than what it did. Where there is no room the longest queue makes some. It loses one that is not of a
+stretch, by lot: the secret's, so that nobody knows which answers of a busy hour nobody will look at.
 
-**How late.** With n peers that have answers waiting, of which s are suspected, a peer's next answer is judged within
-2 n audits, and a suspect's within 2 s. So a new peer is suspected after at most 2 n audits of anybody's answers, and
-out after 10 s more, if so many of its answers wait.
+**How late.** With n peers that have answers waiting, of which s are suspected, a peer's turn comes within 2 n audits,
+and a suspect's within 2 s. So one whose waiting answers are all wrong is suspected after 2 n audits of anybody's
+answers at most, and out after 10 s more, if so many of its answers wait.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
@@ -40,7 +39,7 @@ class _Queue(Generic[T]):
     """One peer's."""
 
     def __init__(self) -> None:
-        self.waiting: deque[Waiting[T]] = deque()
+        self.waiting: list[Waiting[T]] = []
         self.nbytes = 0
 
     @property
@@ -66,9 +65,11 @@ class AuditQueue(Generic[T]):
         return self._bytes
 
     def has_room(self, chosen: Chosen) -> bool:
-        """Whether to `add` it at all: its peer has no more waiting than it may, or this is the one of its stretch."""
+        """Whether to `add` it at all: else it would be lost at once."""
         queue = self._queues.get(chosen.peer)
-        return chosen.sure or queue is None or len(queue.waiting) < WAITING_OF_A_PEER_MAX
+        if chosen.sure or queue is None or len(queue.waiting) < WAITING_OF_A_PEER_MAX:
+            return True
+        return any(_loss(each.chosen) < _loss(chosen) for each in queue.waiting)
 
     def add(self, waiting: Waiting[T]) -> list[Chosen]:
         """One more. What finds no room any more, itself perhaps."""
@@ -91,7 +92,8 @@ class AuditQueue(Generic[T]):
             peer = next((each for each in self._queues if self._suspected(each)), peer)
         self._suspects_turn = not self._suspects_turn
         self._queues.move_to_end(peer)
-        return self._remove(peer, 0)
+        waiting = self._queues[peer].waiting
+        return self._remove(peer, next((at for at, each in enumerate(waiting) if each.chosen.sure), len(waiting) - 1))
 
     def forget(self, peer: str) -> list[Chosen]:
         """It needs no judging any more. What waited of it."""
@@ -101,10 +103,9 @@ class AuditQueue(Generic[T]):
         return forgotten
 
     def _lose(self, peer: str) -> Chosen:
-        """The newest that is not the one of its stretch; the newest where all are."""
+        """By lot; where all are of a stretch, the oldest."""
         waiting = self._queues[peer].waiting
-        newest = range(len(waiting) - 1, -1, -1)
-        return self._remove(peer, next((at for at in newest if not waiting[at].chosen.sure), newest[0])).chosen
+        return self._remove(peer, min(range(len(waiting)), key=lambda at: _loss(waiting[at].chosen))).chosen
 
     def _remove(self, peer: str, at: int) -> Waiting[T]:
         queue = self._queues[peer]
@@ -119,3 +120,8 @@ class AuditQueue(Generic[T]):
         queue.nbytes += sign * waiting.nbytes
         self._bytes += sign * waiting.nbytes
         self._count += sign
+
+
+def _loss(chosen: Chosen) -> tuple[bool, int]:
+    """Whoever has the least is lost first."""
+    return chosen.sure, chosen.number if chosen.sure else chosen.seed

@@ -3,7 +3,7 @@ was found (audit_tests.py).
 
 A peer that cheats in every answer is first found out by one of the first 90, with a probability of 99.8 %, however long
 it was honest before, and by one of the first 99 for certain: one of each stretch of 50 is audited. From then on every
-answer is, and the sixth wrong audit convicts: within 95 and 104. A new peer is convicted by its first six. These are
+answer is, and the sixth wrong audit convicts: within 95 and 104. Of a new peer all are from the first. These are
 numbers of answers; what a peer gives until the judge has come to them is on top, and audit_queue.py bounds how many
 audits come before.
 """

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from scheduler.audit_choice import AUDIT_ROWS_MAX
+from scheduler.audit_choice import SOME_ROWS
 from scheduler.audit_queue import WAITING_OF_A_PEER_MAX
 from scheduler.audits import Audits
 from scheduler.combine import weighted_sums
@@ -54,7 +54,7 @@ def test_what_is_kept_can_be_computed_again(tap: AuditTap, tokens: int, weights:
     rows = rows_of(LAYER.layer, sample.sent(), sample.tokens, sample.experts, LAYER.n_out)
     again = rows if sample.weights is None else weighted_sums(rows, sample.weights, sample.tokens)
     assert np.array_equal(again, sample.answer)
-    assert len(sample.experts) == min(CHOICES * tokens, AUDIT_ROWS_MAX)
+    assert len(sample.experts) == min(CHOICES * tokens, SOME_ROWS)
     assert sorted(set(sample.units.tolist())) == list(range(len(sample.answer)))
 
 

@@ -17,7 +17,9 @@ from scheduler.audit_choice import (
     BUDGET_SHARE,
     BURST_ROWS,
     COST_MAX,
+    GLANCE_ROWS,
     SHARE_MIN,
+    SOME_ROWS,
     STRETCH,
     Chosen,
 )
@@ -82,8 +84,12 @@ def test_what_is_chosen_follows_from_the_secret_and_from_nothing_else() -> None:
 
 def test_no_answer_is_recomputed_in_more_rows_than_that() -> None:
     book = audits()
-    assert {chosen.rows for chosen in serve(book, 10, honest, rows=500)} == {AUDIT_ROWS_MAX}
-    assert {chosen.rows for chosen in serve(book, 5, honest, rows=3, peer="b")} == {3}
+    chosen = serve(book, AGREED_FIRST, honest, rows=500)
+    assert {(each.sure, each.rows) for each in chosen} <= {(False, SOME_ROWS), (True, AUDIT_ROWS_MAX)}
+    assert {each.rows for each in serve(book, 5, honest, rows=3, peer="b")} == {3}
+    book.adopt({"c": PeerAudits(agreed=5000, in_a_row=5000)})
+    chosen = serve(book, 2000, honest, rows=500, peer="c")
+    assert {(each.sure, each.rows) for each in chosen} == {(False, GLANCE_ROWS), (True, AUDIT_ROWS_MAX)}
 
 
 @settings(max_examples=60)

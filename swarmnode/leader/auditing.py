@@ -267,6 +267,8 @@ class Auditing:
         with self.tap.lock:
             held, trusted = self.tap.audits.held(peer), self.tap.audits.trusted(peer)
         _log.warning("audit.found", peer=peer, changes=[*changes], agreed=held.agreed, differed=held.differed)
+        if held.quarantined:
+            self.tap.forget(peer)
         if member is not None:
             self._apply(member, held)
         if changes != (Change.SUSPECTED,):
