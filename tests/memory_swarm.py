@@ -110,8 +110,9 @@ class Engine:
     def __init__(self) -> None:
         self.distrusted: list[list[str]] = []
 
-    def distrust(self, find: Callable[[], Sequence[str]]) -> None:
+    def distrust(self, find: Callable[[], Sequence[str]], told: Callable[[Sequence[str]], None]) -> None:
         self.distrusted.append(list(find()))
+        told(())
 
     async def step_boundary(self) -> None:
         self.boundaries += 1

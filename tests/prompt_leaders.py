@@ -78,6 +78,11 @@ class PromptLeader:
         return b.running + b.waiting
 
 
+async def settled_at_once(request: str, since: float, patience_s: float) -> bool | None:
+    """No answer is looked at, so none waits for its end."""
+    return False
+
+
 @asynccontextmanager
 async def prompt_leader(network: Network) -> AsyncIterator[PromptLeader]:
     """`network`'s node leads."""
@@ -94,6 +99,7 @@ async def prompt_leader(network: Network) -> AsyncIterator[PromptLeader]:
         lambda: made.refusal,
         begun.append,
         ended.append,
+        settled_at_once,
     )
     made = PromptLeader(network, model, engine, service, None, begun, ended)
     PromptStreams(service.answer).register(network)

@@ -46,6 +46,7 @@ class Switch:
 
     kind = ""
     pause_s = 0.0  # before each answer
+    one_of = 1  # so many answers are odd ("random" alone)
 
 
 class Odd:
@@ -59,6 +60,7 @@ class Odd:
         self._kept: dict[tuple[str, int], ExpertBackend] = {}
         self._random = np.random.default_rng(1)
         self._last = np.ones((1, 1), np.float32)
+        self._computed = 0
 
     def load_layer(self, layer: LayerExperts, program: ExpertProgram, experts: Sequence[int], read: ReadSlice) -> None:
         self._right.load_layer(layer, program, experts, read)
@@ -103,8 +105,9 @@ class Odd:
         time.sleep(self._switch.pause_s)
         y = self._as(kind, layer).compute(layer, x, tokens, experts, ask_f32=ask_f32)
         last, self._last = self._last, y
+        self._computed += 1
         match kind:
-            case "random":
+            case "random" if self._computed % self._switch.one_of == 0:
                 return self._random.standard_normal(y.shape, np.float32) * np.float32(np.abs(y).mean())
             case "stale":
                 return np.resize(last, y.shape)
@@ -288,11 +291,33 @@ async def test_answers_that_a_cheat_had_a_part_in_end_as_tainted_and_those_to_co
         while swarm.member.fitness != "quarantined":
             assert len(ends) < 10
             ends.append((await swarm.hear(f"used-it-{len(ends)}", 180)).end)
-        assert [end.tainted for end in ends if isinstance(end, Done)].count(True) == 1
+        tainted = [end.tainted for end in ends if isinstance(end, Done)].count(True)
+        assert tainted >= 1
         after = await swarm.hear("after")
         assert isinstance(after.end, Done)
         assert not after.end.tainted
-        assert swarm.swarm.leading.statistics()["tainted"] == 1
+        assert swarm.swarm.leading.statistics()["tainted"] == tainted
+
+
+@pytest.mark.parametrize("one_of", [1, 3])
+async def test_no_short_answer_ends_before_what_was_wrong_in_it_is_known(tmp_path: Path, one_of: int) -> None:
+    """Shorter than judging takes; and where few rows are wrong, nobody is convicted for long."""
+    async with audited(tmp_path) as swarm:
+        await swarm.hear("before", 1)
+        swarm.switch.kind, swarm.switch.one_of = "random", one_of
+        wrong = 0
+        for number in range(40):
+            request = ask(f"short-{number}", f"{number}:", 3)
+            heard = Heard()
+            await swarm.swarm.hear(request, heard)
+            assert isinstance(heard.end, Done)
+            if heard.tokens != swarm.swarm.expected(request):
+                assert heard.end.tainted
+                wrong += 1
+            if swarm.member.fitness == "quarantined":
+                break
+        assert wrong
+        assert swarm.member.fitness == "quarantined"
 
 
 async def test_a_successor_goes_on_with_what_was_found(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from swarmnode.leader.prompts import PromptService
 from swarmnode.prompt_messages import Ask, Done, Failed, Reply, Token
 from swarmnode.undivided import Undivided
 from tests.expert_models import tiny_file
+from tests.prompt_leaders import settled_at_once
 from tests.tool_templates import HERMES_TEMPLATE, LLAMA_TEMPLATE, MISTRAL_TEMPLATE
 
 CONTEXT = 1_200
@@ -43,7 +44,7 @@ async def leader(template: str | None = None) -> AsyncIterator[PromptService]:
         v.chat_template = template or v.chat_template
         batcher = Batcher(2, model.context_tokens, 64, 8, Vocabulary(v.n_vocab, v.piece, v.is_end))
         engine = DecodeEngine(model, Nobody(), batcher)  # type: ignore[arg-type]
-        service = PromptService(engine, v, CONTEXT, 60.0, lambda: None, lambda _: None, lambda _: None)
+        service = PromptService(engine, v, CONTEXT, 60.0, lambda: None, lambda _: None, lambda _: None, settled_at_once)
         engine.start()
         try:
             yield service

@@ -43,6 +43,7 @@ from swarmnode.prompt_messages import (
     Token,
 )
 from swarmnode.wire import encode_frame, read_frame
+from tests.prompt_leaders import settled_at_once
 
 CONTEXT = 20
 
@@ -116,6 +117,7 @@ async def lab() -> AsyncIterator[Lab]:
             lambda: made.ready,
             lambda request_id: events.append(f"begin {request_id}"),
             lambda request_id: events.append(f"end {request_id}"),
+            settled_at_once,
         )
         PromptStreams(service.answer).register(leader)
         await asking.connect(leader.addresses[0])

@@ -76,7 +76,8 @@ def print_daemons(result: Mapping[str, Json]) -> None:
     )
     out.print(
         f"{result['asked']} prompts: {result['equal']} answers equal to llama.cpp's own, {result['tainted']} tainted, "
-        f"{result['wrong']} wrong, {len(result['failed'])} failed"
+        f"{result['unnoticed']} wrong before anything was noticed, {result['wrong']} wrong, "
+        f"{len(result['failed'])} failed"
     )
     for evidence in (result["verdict"] or {}).get("evidence", []):
         out.print(f"  {plain(evidence['text'])}")

@@ -2,7 +2,8 @@
 
 The cheat computes right until it has been proven and trusted with work, and then begins. Prompts are asked until the
 leader says that it is quarantined, or the time is up, and a few more after that. Each answer is held against llama.cpp
-on the undivided model: it must be equal, or say that it is tainted.
+on the undivided model: it must be equal, or say that it is tainted. Of a cheat that cheats now and then, answers may be
+wrong until it is noticed for the first time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from capabilities.errors import SwarmError
 from scheduler.sampling import SamplingParams
 from swarmnode.chat_messages import chat
 from swarmnode.experiment.cheats import EVERY, HONEST_FIRST, by_name
+from swarmnode.experiment.run import find_cheat
 from swarmnode.local_swarm import LocalSwarm
 from swarmnode.prompt_messages import Ask, new_request_id
 from swarmnode.undivided import Undivided
@@ -38,11 +40,15 @@ _PROMPTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class _Answers:
-    """What the swarm said: equal to llama.cpp's own, else tainted, else wrong; failed ones say why."""
+    """What the swarm said: equal to llama.cpp's own, else tainted, else wrong; failed ones say why.
+
+    unnoticed: wrong, of a cheat that cheats now and then, against which nothing had been found when they were asked.
+    """
 
     equal: list[int]
     tainted: list[int]
     wrong: list[int]
+    unnoticed: list[int]
     failed: list[str]
 
 
@@ -52,9 +58,8 @@ def run_daemons(model: Path, cheat: str, *, minutes: float, progress: Progress) 
     Raises:
         SwarmError: the swarm cannot be had.
     """
-    kind = by_name().get(cheat)
+    kind, every = by_name().get(cheat), find_cheat(cheat).every
     factory = cheat if kind is None else f"{kind.make.__module__}:{kind.make.__name__}"
-    every = 1 if kind is None else kind.every
     root = Path(tempfile.mkdtemp(prefix="swarmnode-audit-"))
     swarm = LocalSwarm(
         root,
@@ -71,25 +76,28 @@ def run_daemons(model: Path, cheat: str, *, minutes: float, progress: Progress) 
         with swarm:
             swarm.add_model(model, progress, name="experiment")
             swarm.wait_ready(progress)
-            return _observe(swarm, liar.peer_id, undivided, cheat, minutes, progress)
+            return _observe(swarm, liar.peer_id, undivided, cheat, every, minutes, progress)
     finally:
         undivided.close()
         shutil.rmtree(root, ignore_errors=True)
 
 
 def _observe(
-    swarm: LocalSwarm, peer: str, undivided: Undivided, cheat: str, minutes: float, progress: Progress
+    swarm: LocalSwarm, peer: str, undivided: Undivided, cheat: str, every: int, minutes: float, progress: Progress
 ) -> dict[str, Any]:
-    started, answers, out_s = time.monotonic(), _Answers([], [], [], []), None
+    started, answers, out_s = time.monotonic(), _Answers([], [], [], [], []), None
     expected = {prompt: list(undivided.answer(_ask(prompt)).tokens) for prompt in _PROMPTS}
-    number = afterwards = 0
+    number = afterwards = noticed = 0
     while afterwards < _AFTERWARDS and time.monotonic() - started < 60 * minutes:
         progress(f"{cheat}: asking the swarm", number, 0)
-        _ask_once(swarm, _PROMPTS[number % len(_PROMPTS)], expected, number, answers)
+        may_go_unnoticed = every > 1 and not noticed
+        _ask_once(swarm, _PROMPTS[number % len(_PROMPTS)], expected, number, answers, may_go_unnoticed)
         number += 1
+        shown = swarm.leader.call("peer", name=peer)
+        noticed = (shown["audits"] or {}).get("differed", 0)
         if out_s is not None:
             afterwards += 1
-        elif swarm.leader.call("peer", name=peer)["fitness"] == "quarantined":
+        elif shown["fitness"] == "quarantined":
             out_s = time.monotonic() - started
     explained = swarm.leader.call("peer", name=peer)
     others = [row for row in swarm.leader.status()["peers"] if row["peer_id"] != peer]
@@ -103,6 +111,7 @@ def _observe(
         "asked": number,
         "equal": len(answers.equal),
         "tainted": len(answers.tainted),
+        "unnoticed": len(answers.unnoticed),
         "wrong": len(answers.wrong),
         "failed": answers.failed,
         "honest_quarantined": convicted,
@@ -112,7 +121,14 @@ def _observe(
     }
 
 
-def _ask_once(swarm: LocalSwarm, prompt: str, expected: dict[str, list[int]], number: int, answers: _Answers) -> None:
+def _ask_once(
+    swarm: LocalSwarm,
+    prompt: str,
+    expected: dict[str, list[int]],
+    number: int,
+    answers: _Answers,
+    may_go_unnoticed: bool,
+) -> None:
     try:
         answer = swarm.workers[-1].ask(prompt, max_tokens=_ANSWER_TOKENS, temperature=0.0)
     except SwarmError as error:
@@ -122,6 +138,8 @@ def _ask_once(swarm: LocalSwarm, prompt: str, expected: dict[str, list[int]], nu
         answers.equal.append(number)
     elif answer.get("tainted"):
         answers.tainted.append(number)
+    elif may_go_unnoticed:
+        answers.unnoticed.append(number)
     else:
         answers.wrong.append(number)
 

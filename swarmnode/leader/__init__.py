@@ -20,6 +20,7 @@ report            the placement as `swarmctl placement` shows it
 publishing        the routing that the decode thread gets
 probe             every held expert, named and compared, before it serves
 audit_tap         answers of live work that are chosen to be recomputed, on their way to the judge
+settling          an answer ends when what was chosen of it is judged
 recomputing       recomputes them; auditing acts on what it finds, and audit_evidence is what it shows for that
 judge_process     has a process of its own do so, for a leader (judge_child; judge_frames in between);
                   judge does with a thread

@@ -10,7 +10,7 @@ is remembered, too, for the day when a peer turns out to have cheated.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -42,6 +42,7 @@ class _Shown:
     answer: F32
     rounded: bool
     ask_f32: bool
+    requests: tuple[str, ...]
 
 
 class AuditTap:
@@ -63,6 +64,8 @@ class AuditTap:
         self._step: tuple[str, ...] = ()
         self._used: dict[str, int] = {}  # in this step: peer, and the number of its last answer
         self._last: OrderedDict[str, dict[str, int]] = OrderedDict()  # by request
+        self._of: dict[tuple[str, int], tuple[str, ...]] = {}  # of what is chosen and not judged yet: the requests
+        self._waits: Counter[str] = Counter()  # by request: how many of these
 
     # -- decode thread ------------------------------------------------------------------------------------------
 
@@ -84,7 +87,7 @@ class AuditTap:
     ) -> None:
         """A peer's answer to `part` of activations x [T, n_in], of which it got the rows part.rows. Nobody may change
         the arrays any more."""
-        self._shown.append(_Shown(peer, layer, x, part, weights, answer, rounded, ask_f32))
+        self._shown.append(_Shown(peer, layer, x, part, weights, answer, rounded, ask_f32, self._step))
         self._shown_bytes += x.nbytes + answer.nbytes
         if self._shown_bytes >= SHOWN_BYTES_MAX:
             self.look()
@@ -100,13 +103,14 @@ class AuditTap:
     def _note_step(self) -> None:
         with self.lock:
             self._look()
-            used, self._used = self._used, {}
-        if used:
+            if not self._used:
+                return
             for request in self._step:
-                self._last.setdefault(request, {}).update(used)
+                self._last.setdefault(request, {}).update(self._used)
                 self._last.move_to_end(request)
             while len(self._last) > REQUESTS_REMEMBERED_MAX:
                 self._last.popitem(last=False)
+            self._used = {}
 
     # -- either -------------------------------------------------------------------------------------------------
 
@@ -125,11 +129,22 @@ class AuditTap:
                 self.audits.dropped(chosen)
             elif chosen is not None:
                 sample = _sample(chosen, shown)
+                self._of[chosen.peer, chosen.number] = shown.requests
+                self._waits.update(shown.requests)
                 self._drop(self._waiting.add(Waiting(chosen, sample, sample.nbytes)))
 
     def _drop(self, lost: Sequence[Chosen]) -> None:
         for chosen in lost:
             self.audits.dropped(chosen)
+            self._end(chosen)
+
+    def _end(self, chosen: Chosen) -> tuple[str, ...]:
+        requests = self._of.pop((chosen.peer, chosen.number), ())
+        for request in requests:
+            self._waits[request] -= 1
+            if not self._waits[request]:
+                del self._waits[request]
+        return requests
 
     # -- event loop ---------------------------------------------------------------------------------------------
 
@@ -139,6 +154,23 @@ class AuditTap:
             self._look()
             waiting = self._waiting.take()
             return None if waiting is None else (waiting.chosen, waiting.sample)
+
+    def judged(self, chosen: Chosen) -> tuple[str, ...]:
+        """What was taken needs no judging any more. The requests that it went into."""
+        with self.lock:
+            return self._end(chosen)
+
+    def waits(self, request: str) -> bool:
+        """Whether something that was chosen of a request's answers is not judged yet."""
+        with self.lock:
+            self._look()
+            return request in self._waits
+
+    def suspects(self, request: str) -> bool:
+        """Whether something is held against a peer that had a part in a request."""
+        self._note_step()
+        with self.lock:
+            return any(map(self.audits.suspected, self._last.get(request, ())))
 
     def forget(self, peer: str) -> None:
         """It is quarantined: what waits of it needs no judging."""

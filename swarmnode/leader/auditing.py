@@ -9,7 +9,8 @@ counted. Every such change is a verdict on the board
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from typing import Any, Final, Protocol
@@ -32,10 +33,11 @@ from swarmnode.leader.audit_evidence import (
     evidence_of_error,
     found_of,
 )
-from swarmnode.leader.audit_tap import AuditTap
+from swarmnode.leader.audit_tap import REQUESTS_REMEMBERED_MAX, AuditTap
 from swarmnode.leader.members import Member, Members
 from swarmnode.leader.recomputing import Judged, Sample
 from swarmnode.leader.repeating import Repeat, Repeating, rows_again
+from swarmnode.leader.settling import Settling
 from swarmnode.net.interface import PeerId
 
 _log = structlog.get_logger(__name__)
@@ -46,6 +48,7 @@ _BURST_S: Final = 1.0  # so that newcomers are judged at once: some hundreds of 
 _SILENT_S: Final = 10.0  # between complaints: while nothing can be judged, every answer is a reason to
 _IDLE_S: Final = 60.0  # without an answer to judge, until what judging takes is freed
 _GATHER_S: Final = 0.05  # until what waits is looked at again: each look interrupts the decode thread
+_MADE_ANEW_MAX: Final = 2  # times that a request is made anew for rows of a peer that is not convicted yet
 _LOOK_S: Final = 0.25  # how soon the end of the last request is noticed; each look interrupts the decode thread
 
 
@@ -58,6 +61,9 @@ class Owner(Protocol):
 
     def convicted(self, member: Member, trusted: int) -> None:
         """A worker is quarantined; its answers up to that number are believed."""
+
+    def doubted(self, requests: Sequence[str]) -> None:
+        """Something that went into these requests is wrong."""
 
     def fitness_changed(self, member: Member) -> None:
         """A worker was found unfit, or fit again."""
@@ -96,6 +102,9 @@ class Auditing:
         self._something = trio.Event()
         self._evidence = KeptEvidence()
         self._silent_until_s = 0.0
+        self.settling = Settling(self.tap, self._hurry_up)
+        self._hurry = trio.Event()
+        self._wrong: OrderedDict[str, int] = OrderedDict()  # by request: how often something in it was found wrong
         self._time = TokenBucket(_BURST_S, _SHARE_OF_TIME, trio.current_time())  # seconds of the judge's
 
     async def run(self, audits: bool) -> None:
@@ -113,7 +122,7 @@ class Auditing:
                 while True:
                     while (waiting := self.tap.take()) is not None:
                         await self._rest(await self._have_judged(judge_one, *waiting))
-                    await trio.sleep(_GATHER_S)
+                    await self._pause(_GATHER_S)
                     self._something = trio.Event()
                     if self.tap.sleep():
                         await self._wait()
@@ -134,8 +143,17 @@ class Auditing:
         if self._owner.idle:
             return
         rested_at = trio.current_time() + self._time.owe(trio.current_time(), worked_s)
-        while trio.current_time() < rested_at and not self._owner.idle:  # noqa: ASYNC110 (nothing tells)
-            await trio.sleep(_LOOK_S)
+        while trio.current_time() < rested_at and not self._owner.idle:
+            await self._pause(_LOOK_S)
+
+    def _hurry_up(self) -> None:
+        self._hurry.set()
+
+    async def _pause(self, seconds: float) -> None:
+        """So long, or until an answer waits for its end."""
+        self._hurry = trio.Event()
+        with trio.move_on_after(seconds):
+            await self._hurry.wait()
 
     async def _have_judged(
         self, judge_one: Callable[[Sample], Awaitable[Judged]], chosen: Chosen, sample: Sample
@@ -149,8 +167,11 @@ class Auditing:
                 _log.warning("audit.not_made", peer=chosen.peer, layer=sample.layer.layer, reason=error.message)
             with self.tap.lock:
                 self.tap.audits.dropped(chosen)
+            self.tap.judged(chosen)
+            self.settling.judged()
             return 0.0
         self._judged(chosen, sample, judged)
+        self.settling.judged()
         return judged.cpu_s
 
     def _waits(self) -> None:
@@ -239,7 +260,20 @@ class Auditing:
                 repeat = Repeat(chosen, sample, judged, found, evidence)
                 if not self._repeating.offer(repeat):
                     audits.not_repeated(repeat.rows)
+        requests = self.tap.judged(chosen)
+        if found.wrong and Change.QUARANTINED not in changes:
+            self._doubt(requests)
         self._act(chosen.peer, changes)
+
+    def _doubt(self, requests: Sequence[str]) -> None:
+        """A row that went into these was wrong, whoever is convicted of it or nobody."""
+        for request in requests:
+            self._wrong[request] = self._wrong.get(request, 0) + 1
+            self._wrong.move_to_end(request)
+        while len(self._wrong) > REQUESTS_REMEMBERED_MAX:
+            self._wrong.popitem(last=False)
+        if again := [request for request in requests if self._wrong[request] <= _MADE_ANEW_MAX]:
+            self._owner.doubted(again)
 
     def _repeated(self, repeat: Repeat, same: bool | None) -> None:
         """An answer was asked for again. same: whether the same bits came; None: none did."""
@@ -254,7 +288,7 @@ class Auditing:
         if not same:
             _log.info("audit.differs_from_itself", peer=peer, layer=repeat.sample.layer.layer, times=times)
         if repeat.evidence is not None:
-            how = "the same bits" if same else f"other bits, as {times} times by now"
+            how = "the same bits" if same else f"other bits ({times} of its answers so far did)"
             self._evidence.amend(peer, repeat.evidence, f"asked again, it answered {how}")
         if Change.SPLIT in changes:
             self._evidence.add(peer, evidence_of_audit("class", repeat.sample, repeat.judged))

@@ -74,6 +74,7 @@ class StepGivenUp(RequestCancelled):
 @dataclass(frozen=True, slots=True)
 class _Distrust:
     find: Callable[[], Sequence[str]]
+    told: Callable[[Sequence[str]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +150,16 @@ class DecodeEngine:
             except queue.Full:  # the request then ends by its own deadline
                 _log.warning("engine.cancel_lost", request_id=request_id)
 
-    def distrust(self, find: Callable[[], Sequence[str]]) -> None:
-        """Requests had a part computed wrong: they begin anew, or end as tainted. `find` names them, on the thread."""
+    def distrust(self, find: Callable[[], Sequence[str]], told: Callable[[Sequence[str]], None]) -> None:
+        """Requests had a part computed wrong: they begin anew, or end as tainted. `find` names them, on the thread.
+
+        told: called on the event loop with those that had ended already, after their last effects.
+        """
         try:
-            self._commands.put_nowait(_Distrust(find))
+            self._commands.put_nowait(_Distrust(find, told))
         except queue.Full:
             _log.warning("engine.distrust_lost")
+            told(())
 
     def statistics(self) -> EngineStatistics:
         return EngineStatistics(self._batcher.statistics(), self._steps, self._decode_s)
@@ -256,8 +261,10 @@ class DecodeEngine:
             if self._step is not None:
                 self._later.append(command)
                 return []
-            names = self._batcher.distrust(command.find())
+            found = command.find()
+            names = self._batcher.distrust(found)
             _log.warning("engine.distrusted", requests=names)
+            self._token.run_sync_soon(command.told, [name for name in found if name not in names])
             return []
         if isinstance(command, _Cancel):
             return self._batcher.cancel(command.request_id, command.reason, now)

@@ -312,8 +312,12 @@ class Placer:
     def convicted(self, member: Member, trusted: int) -> None:
         """It gets no work any more, and what it had a part in since that answer is made anew, where that can be."""
         self.usable_changed()
-        self._engine.distrust(partial(self.auditing.tap.used_since, str(member.peer), trusted))
+        find = partial(self.auditing.tap.used_since, str(member.peer), trusted)
+        self._engine.distrust(find, self.auditing.settling.telling())
         self._inheritance.leave(self.coverage)
+
+    def doubted(self, requests: Sequence[str]) -> None:
+        self._engine.distrust(lambda: requests, self.auditing.settling.telling())
 
     def reconsider(self, member: Member) -> None:
         """It may hold experts again."""

@@ -9,7 +9,7 @@ this leader may come back with another attempt before the first one is known to 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -46,6 +46,10 @@ _DISCARD_BYTES: Final = 64 << 10
 _LAST_WORDS_S: Final = 1.0  # for replies to leave when the leader stops
 
 
+Settled = Callable[[str, float, float], Awaitable[bool | None]]
+"""What Settling.settled is."""
+
+
 @dataclass
 class PromptStatistics:
     """`failed` are requests that ended here without their answer; one that its asker takes elsewhere has not failed."""
@@ -70,7 +74,9 @@ class PromptService:
         ready: Callable[[], NotReady | None],
         on_begin: Callable[[str], None],
         on_end: Callable[[str], None],
+        settled: Settled,
     ) -> None:
+        """settled: whether an answer may end, and is tainted."""
         self.statistics = PromptStatistics()
         self._engine = engine
         self._vocabulary = vocabulary
@@ -78,6 +84,7 @@ class PromptService:
         self._ready = ready
         self._on_begin = on_begin
         self._on_end = on_end
+        self._settled = settled
         self._running: dict[str, _Running] = {}  # by the asker's request id
 
     @asynccontextmanager
@@ -104,7 +111,7 @@ class PromptService:
                 )
             except SwarmError as error:
                 send.send_nowait(Failed(error))
-            async with aclosing(self._replies(receive, log, ask.attempt, submitted)) as replies:
+            async with aclosing(self._replies(receive, log, ask, submitted)) as replies:
                 yield replies
         finally:
             if submitted:
@@ -130,7 +137,7 @@ class PromptService:
         return await self._reader.request(ask, _name(ask))
 
     async def _replies(
-        self, receive: trio.MemoryReceiveChannel[Reply], log: Any, attempt: int, submitted: bool
+        self, receive: trio.MemoryReceiveChannel[Reply], log: Any, ask: Ask, submitted: bool
     ) -> AsyncGenerator[Reply, None]:
         ended = False
         try:
@@ -138,9 +145,14 @@ class PromptService:
                 reply: Reply = Alive()
                 with trio.move_on_after(limits.PROMPT_KEEPALIVE_SECONDS):
                     reply = await receive.receive()
+                if isinstance(reply, Done):
+                    since = trio.current_time()
+                    while (found := await self._settled(_name(ask), since, limits.PROMPT_KEEPALIVE_SECONDS)) is None:
+                        yield Alive()
+                    reply = replace(reply, tainted=reply.tainted or found)
                 ended = self._count(reply, log)
                 if isinstance(reply, Failed):
-                    self._count_failure(reply.error, attempt, submitted)
+                    self._count_failure(reply.error, ask.attempt, submitted)
                 yield reply
         finally:
             if not ended:

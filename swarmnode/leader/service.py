@@ -292,6 +292,7 @@ class Leader:
             self.refusal,
             remote.begin_request,
             remote.end_request,
+            placer.auditing.settling.settled,
         )
         self.active = ActiveModel(opened, model, engine, remote, placer, prompts, config.combine)
         engine.start()
