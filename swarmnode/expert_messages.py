@@ -119,7 +119,7 @@ class Expected(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A worker's rows: y float32 [n_rows, n_out], finite, one for each row of the dispatch, or each token in sums."""
+    """A worker's rows: y float32 [n_rows, n_out], finite or not, one for each row asked for, or each token in sums."""
 
     sequence: int
     compute_us: int
@@ -208,12 +208,12 @@ def check_answer(header: Header, payload_bytes: int, pending: Mapping[int, Expec
 
 
 def decode_answer(frame: Frame, pending: Mapping[int, Expected]) -> Reply | Failure:
-    """A worker's answer, checked against what was sent. Raises PeerMistake."""
+    """A worker's answer, checked against what was sent, but for values that are not finite. Raises PeerMistake."""
     kind, sequence = check_answer(frame.header, len(frame.payload), pending)
     if kind == FAILURE:
         return Failure(sequence, Fields(frame.header, "failure", list).error(2))
     n_rows, n_out = pending[sequence]
-    y: NDArray[Any] = decode_rows(frame.payload, F32, n_rows, n_out)
+    y: NDArray[Any] = decode_rows(frame.payload, F32, n_rows, n_out, finite=False)
     return Reply(sequence, frame.header[3], y)
 
 

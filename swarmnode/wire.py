@@ -335,22 +335,24 @@ def row_bytes(dtype: int, width: int) -> int:
     raise PeerMistake(f"rows of {width} values cannot have wire dtype {dtype}")
 
 
-def decode_rows(data: Buffer, dtype: int, rows: int, width: int, offset: int = 0) -> NDArray[np.float32 | np.uint8]:
+def decode_rows(
+    data: Buffer, dtype: int, rows: int, width: int, offset: int = 0, *, finite: bool = True
+) -> NDArray[np.float32 | np.uint8]:
     """A read-only view of `rows` rows at `offset`: float32 [rows, width], or uint8 [rows, row_bytes] for Q8_0.
 
-    Raises PeerMistake for too few bytes and for values (Q8_0: scales) that are not finite: one NaN row would poison
-    every sequence that shares the batch.
+    Raises PeerMistake for too few bytes and, unless `finite` is False and the caller looks itself, for values (Q8_0:
+    scales) that are not finite: one NaN row would poison every sequence that shares the batch.
     """
     stride = row_bytes(dtype, width)
     if _view(data).nbytes < offset + rows * stride:
         raise PeerMistake(f"{rows} rows of {stride} bytes do not fit the payload")
     if dtype == F32:
         values: NDArray[Any] = np.frombuffer(data, "<f4", rows * width, offset).reshape(rows, width)
-        finite = bool(np.isfinite(values).all())
+        well = not finite or bool(np.isfinite(values).all())
     else:
         values = np.frombuffer(data, np.uint8, rows * stride, offset).reshape(rows, stride)
         halves = np.frombuffer(data, "<f2", values.nbytes // 2, offset)
-        finite = bool(np.isfinite(halves[:: Q8_0_BLOCK_BYTES // 2]).all())  # each block begins with its scale
-    if not finite:
+        well = not finite or bool(np.isfinite(halves[:: Q8_0_BLOCK_BYTES // 2]).all())  # a block begins with its scale
+    if not well:
         raise PeerMistake("a tensor has values that are not finite")
     return values

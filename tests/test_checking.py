@@ -210,6 +210,24 @@ async def test_who_adds_worse_in_service_is_found_and_moved_away_from_output_ran
     assert PlacementRecord.from_bytes(left[-1]).unfit == {str(bad.peer)}
 
 
+async def test_whose_answers_overflow_again_and_again_is_moved_away_from_output_ranks(
+    autojump_clock: MockClock,
+) -> None:
+    async with leader_lab(expected=3, replicas=2) as lab:
+        _, _, bad = await joined(lab, "one", "two", "bad")
+        await settled(5)
+        assert bad.member.link is not None
+        bad.member.link.statistics.not_finite = STRIKES - 1
+        await settled(5)
+        assert bad.member.fitness == "fit"
+        bad.member.link.statistics.not_finite = STRIKES
+        await settled(30)
+        assert bad.member.fitness == "unfit"
+        assert bad.member.unfit is not None
+        assert "not finite" in bad.member.unfit.message
+        assert holders(lab, OUTPUT) == {"one", "two"}
+
+
 async def test_who_is_right_again_for_long_enough_is_fit_again(autojump_clock: MockClock) -> None:
     turncoat, board = Turncoat(), MemoryBoard()
     async with leader_lab(expected=3, replicas=2, board=board) as lab:

@@ -133,10 +133,6 @@ def wrong_rows(head: DispatchHead) -> bytes:
     return encode_reply(head.sequence, 1, rows(3))
 
 
-def not_finite(head: DispatchHead) -> bytes:
-    return encode_reply(head.sequence, 1, rows(2, np.inf))
-
-
 def another_number(head: DispatchHead) -> bytes:
     return encode_reply(head.sequence + 7, 1, rows(2))
 
@@ -158,7 +154,7 @@ def a_request(head: DispatchHead) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "answer", [wrong_rows, not_finite, another_number, answered_twice, huge, junk, a_request], ids=lambda f: f.__name__
+    "answer", [wrong_rows, another_number, answered_twice, huge, junk, a_request], ids=lambda f: f.__name__
 )
 async def test_an_answer_that_breaks_the_protocol_ends_the_link(answer: Callable[[DispatchHead], bytes]) -> None:
     async with scripted() as script:
@@ -245,3 +241,29 @@ async def test_cancelling_frees_the_stream_and_fails_what_is_open() -> None:
             nursery.cancel_scope.cancel()
         assert script.error("a").details["cause"] == "disconnected"
         assert leader.statistics().streams_open == 0
+
+
+async def test_an_answer_that_overflowed_fails_alone_and_the_link_only_where_that_goes_on() -> None:
+    async with scripted() as script:
+
+        async def answered(value: float) -> Answer:
+            script.send("a", [1, 2])
+            head = await script.head()
+            await script.say(encode_reply(head.sequence, 1, rows(2, value)))
+            (answer,) = script.answers["a"]
+            return answer
+
+        for value in (np.nan, np.inf, -np.inf):
+            error = await answered(value)
+            assert isinstance(error, ExpertsUnavailable)
+            assert (error.details["cause"], error.details["experts"]) == ("not_finite", [1, 2])
+            assert "not finite" in error.message
+            for _ in range(8):
+                np.testing.assert_array_equal(await answered(2.0), rows(2, 2.0))
+        assert script.link.closed is None
+        for _ in range(4):
+            assert script.link.closed is None
+            await answered(np.nan)
+        assert script.link.closed is not None
+        assert script.link.closed.details["cause"] == "bad_reply"
+        assert script.link.statistics.not_finite == 7

@@ -228,8 +228,8 @@ async def test_activations_go_quantised_with_weights_too() -> None:
         assert swarm.links[0].statistics.bytes_out < swarm.links[1].statistics.bytes_out - 3 * LAYER.n_in
 
 
-@pytest.mark.parametrize("what", ["a row an expert", "not finite"])
-async def test_a_wrong_answer_is_refused_and_named(what: str) -> None:
+@pytest.mark.parametrize(("what", "cause"), [("a row an expert", "bad_reply"), ("not finite", "not_finite")])
+async def test_a_wrong_answer_is_refused_and_named(what: str, cause: str) -> None:
     x, ids, weights = inputs(2)
     async with three(held_back=True) as swarm:
         errors: list[SwarmError] = []
@@ -246,7 +246,7 @@ async def test_a_wrong_answer_is_refused_and_named(what: str) -> None:
             await eventually(lambda: swarm.frames() == 3)
             await swarm.hands[1].deliver(encode_reply(1, 1, y))
         assert isinstance(errors[0], ExpertsUnavailable)
-        assert (errors[0].details["peer"], errors[0].details["cause"]) == (swarm.names[1], "bad_reply")
+        assert (errors[0].details["peer"], errors[0].details["cause"]) == (swarm.names[1], cause)
 
 
 # -- the probe --------------------------------------------------------------------------------------------------------

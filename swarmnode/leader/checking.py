@@ -1,5 +1,5 @@
 """How precisely workers add, asked with crafted rows: of those that round otherwise, before they serve, and of all in
-service, among the dispatches of running requests.
+service, among the dispatches of running requests. Answers that overflow tell of themselves.
 
 A check in service has the shape of work: rows of the layer's real activations, some of them turned towards a neuron of
 the expert that is checked, mixed with others for other experts that the worker holds. What is found decides who may
@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import structlog
@@ -129,10 +130,12 @@ class Checking:
         self._draw = draw or random.SystemRandom().random
         self._checks = ServiceChecks(self._draw)
         self._asking = trio.Lock()
+        self._overflows = WeakKeyDictionary[PeerLink, int]()  # by link, those that it was found unfit for
 
     async def run(self) -> None:
         while True:
             await trio.sleep(_LOOK_S)
+            self._look_for_overflows()
             if self._owner.idle:
                 continue  # there is no work that a check could look like
             check = self._checks.next(self._held(), trio.current_time())
@@ -142,6 +145,23 @@ class Checking:
                 await self._carry_out(check)
             except SwarmError as error:  # it failed, or the expert cannot be had: others see to that
                 _log.info("check.not_made", peer=check.peer, layer=check.layer, reason=error.message)
+
+    def _look_for_overflows(self) -> None:
+        """Sums in single precision stay finite: a worker whose answers are not, again and again, is unfit."""
+        for peer in self._coverage.answering:
+            member = self._members.by_peer.get(PeerId(peer))
+            if member is None or member.link is None or member.unfit is not None:
+                continue
+            count = member.link.statistics.not_finite
+            if count - self._overflows.get(member.link, 0) < STRIKES:
+                continue
+            self._overflows[member.link] = count
+            member.unfit = Imprecise(
+                f"peer {member.name} answered values that are not finite {STRIKES} times, as sums in half precision do",
+                peer=peer,
+            )
+            _log.warning("check.unfit", peer=peer, name=member.name, error=member.unfit.to_json())
+            self._owner.found_imprecise(member)
 
     async def answered(self) -> None:
         """Wait until what was asked has been answered, or is not waited for any more."""

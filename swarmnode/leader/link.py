@@ -2,7 +2,9 @@
 
 The link lives as long as its peer does what it is asked. Whatever ends it (the peer left, fell silent, refused, broke
 the protocol) fails every dispatch that is open, at once: nobody waits for a deadline to learn of a dead peer. A peer
-that failed once gets a new link, and must prove itself over it, before it gets work again.
+that failed once gets a new link, and must prove itself over it, before it gets work again. An answer with values that
+are not finite fails that dispatch alone, for somebody else to compute: half-precision sums overflow now and then. Where
+it is more than one in nine for long, the link fails, too.
 Everything here is on the event loop; answers come back through a callback of each dispatch.
 """
 
@@ -15,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import structlog
 import trio
 
@@ -38,7 +41,12 @@ from swarmnode.wire import Frame, serve_frames
 _log = structlog.get_logger(__name__)
 
 OUTBOX_MAX: Final = 256  # frames that wait for the stream: a few layers of a few requests, far below this
+NOT_FINITE_MAX: Final = 4.0  # answers in a row; each other one takes back an eighth of one
+_TAKEN_BACK: Final = 1 / 8
 REPLY_OVERHEAD_BYTES: Final = 29  # lengths and header of a reply, at most (expert_messages.py)
+
+NOT_FINITE: Final = "not_finite"
+"""The cause of a failure that ends no link."""
 
 Answer = F32 | SwarmError
 OnAnswer = Callable[[Answer], None]
@@ -56,6 +64,7 @@ class LinkStatistics:
     compute_us: int = 0
     round_trip_us: int = 0
     failures: int = 0
+    not_finite: int = 0
 
 
 @dataclass(slots=True)
@@ -77,6 +86,7 @@ class PeerLink:
         self.rate = RowRate()
         self.closed: SwarmError | None = None
         self._cause = self._reason = ""
+        self._not_finite = 0.0
         self._expected: dict[int, Expected] = {}
         self._open: dict[int, _Open] = {}
         self._sequences = itertools.count(1)
@@ -199,14 +209,17 @@ class PeerLink:
             dispatch.on_answer(self._unavailable(dispatch.layer, dispatch.experts))
 
     def _unavailable(self, layer: int, experts: tuple[int, ...]) -> ExpertsUnavailable:
+        return self._error(layer, experts, self._cause, self._reason)
+
+    def _error(self, layer: int, experts: tuple[int, ...], cause: str, reason: str) -> ExpertsUnavailable:
         numbers = ", ".join(map(str, experts))
         return ExpertsUnavailable(
-            f"experts {numbers} of layer {layer} are unavailable: peer {self.name} {_SAY.get(self._cause, 'failed')}"
-            f" ({self._reason})",
+            f"experts {numbers} of layer {layer} are unavailable: peer {self.name} {_SAY.get(cause, 'failed')}"
+            f" ({reason})",
             layer=layer,
             experts=list(experts),
             peer=str(self.peer),
-            cause=self._cause,
+            cause=cause,
         )
 
     # -- tasks --------------------------------------------------------------------------------------------------
@@ -239,7 +252,15 @@ class PeerLink:
         s.round_trip_us += int(elapsed * 1e6)
         s.compute_us += answer.compute_us
         self.rate.observe(dispatch.rows, elapsed)
-        dispatch.on_answer(answer.y)
+        if np.isfinite(answer.y).all():
+            self._not_finite = max(0.0, self._not_finite - _TAKEN_BACK)
+            dispatch.on_answer(answer.y)
+            return
+        s.not_finite += 1
+        self._not_finite += 1
+        dispatch.on_answer(self._error(dispatch.layer, dispatch.experts, NOT_FINITE, "NaN or infinite"))
+        if self._not_finite >= NOT_FINITE_MAX:
+            self.fail("bad_reply", "its answers have values that are not finite")
 
 
 _SAY: Final = {
@@ -248,4 +269,5 @@ _SAY: Final = {
     "disconnected": "disconnected",
     "bad_reply": "broke the protocol",
     "refused": "refused a dispatch",
+    NOT_FINITE: "answered values that are not finite",
 }

@@ -28,7 +28,7 @@ from scheduler.exchange import Asked, Exchange
 from swarmnode.expert_messages import Activations, dispatch_rows_max, dispatch_tokens_max, encode_notice
 from swarmnode.leader.audit_tap import AuditTap
 from swarmnode.leader.flight import Flight
-from swarmnode.leader.link import Answer, PeerLink
+from swarmnode.leader.link import NOT_FINITE, Answer, PeerLink
 from swarmnode.leader.own_experts import OWN_COPY, OwnExperts
 from swarmnode.leader.routing import Detours, Routing
 
@@ -346,7 +346,8 @@ class RemoteExperts:
     def _replace(self, flight: Flight, asked: Asked, error: SwarmError) -> None:
         """Somebody else takes over what a peer owes. Raises if there is nobody."""
         flight.eager = True
-        self.failover.failures += self._detours.failed(asked.part.peer)
+        if error.details.get("cause") != NOT_FINITE:  # that is of these rows alone
+            self.failover.failures += self._detours.failed(asked.part.peer)
         self._ask(flight, flight.exchange.failed(asked, error))
 
     def _fail_link(self, flight: Flight, asked: Asked, cause: str, reason: str) -> None:
