@@ -84,6 +84,7 @@ class Exchange:
             for part in plan.parts
         ]
         self.mixed = False  # a peer of another class than the epoch's first holder answered
+        self.computed: set[str] = set()  # the peers whose values count
         self._layer = layer
         self._n_out = n_out
         self._routing = routing
@@ -206,6 +207,7 @@ class Exchange:
             share.values = self._values(share, group)
             share.hedged = True
             self._open -= 1
+            self.computed |= {asked.part.peer for asked in group}
             if any(not self._alike(share.part.peer, asked.part.peer) for asked in group):
                 self.mixed = True
             return

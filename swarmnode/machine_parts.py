@@ -23,6 +23,7 @@ from swarmnode.status import NodeFacts
 from swarmnode.version import VERSION
 
 _HOST_CHARS = 16
+_OWN_KERNELS = "ggml-cpu"  # those that run the trunk, compute for the leader's probes, and take over from workers
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ class MachineParts:
     @property
     def budget_bytes(self) -> int:
         return self.facts.memory_budget_bytes
+
+    @property
+    def own_class(self) -> str:
+        """The numeric class of ggml's kernels on this processor; empty if others were measured here, or none yet."""
+        return self.measuring.current.numeric_class() if self.compute.name == _OWN_KERNELS else ""
 
     def host_in(self, swarm: str) -> str:
         """A word for the machine that means nothing outside of the swarm."""

@@ -253,10 +253,12 @@ class Participant:
             on_record=self.leadership.set_record,
             verify_member=self._verify_member,
             board=self.verdicts,
+            own_class=lambda: self._parts.own_class,
         )
         self.candidate.leads(leader)
         try:
-            await leader.run()
+            with self._parts.measuring.on_change(leader.measured):
+                await leader.run()
         finally:
             self.leader = None
             self.candidate.leads(None)

@@ -23,7 +23,7 @@ from swarmnode.leader import flight
 from swarmnode.leader.link import PeerLink
 from swarmnode.leader.own_experts import OWN_COPY, OwnExperts
 from swarmnode.leader.remote_experts import RemoteExperts
-from swarmnode.leader.routing import Routing
+from swarmnode.leader.routing import OWN_CLASS, Routing
 from swarmnode.leadership import NamedLeader
 from swarmnode.net.interface import PeerId, Stream
 from swarmnode.net.memory import MemoryHub, MemoryNetwork, open_memory_hub
@@ -36,7 +36,7 @@ from tests.patience import PATIENCE_S
 MODEL = take_apart("olmoe", "q4_0")
 LAYER = MODEL.layer
 ALL = range(LAYER.n_expert)
-CLASS = "ggml-cpu"
+CLASS = OWN_CLASS
 
 
 class Kept:
@@ -258,6 +258,21 @@ async def test_another_class_is_asked_only_at_the_deadline_and_that_is_told(monk
         swarm.route("12")
         await swarm.step(x, ids)
         assert not swarm.remote.mixed
+
+
+@pytest.mark.parametrize("classes", [{0: CLASS, 1: "another"}, {0: "another", 1: "another"}, {0: CLASS}])
+async def test_kernels_that_are_not_known_to_have_the_leaders_bits_are_told_though_nobody_stood_in(
+    classes: dict[int, str],
+) -> None:
+    x, ids = inputs()
+    async with bench(held_back="") as swarm:
+        swarm.route("0", "1", classes=classes)
+        await swarm.step(x, ids)
+        assert swarm.remote.mixed
+        swarm.route("0", "1")
+        await swarm.step(x, ids)
+        assert not swarm.remote.mixed
+        assert (swarm.remote.failover.failures, swarm.remote.failover.mixed_steps) == (0, 1)
 
 
 async def test_sums_are_the_same_whoever_takes_a_group_over() -> None:

@@ -16,7 +16,7 @@ from scheduler.placement import Placement
 from scheduler.placement_record import PlacementRecord
 from swarmnode.leader.coverage import Coverage
 from swarmnode.leader.members import Member, Members
-from swarmnode.leader.publishing import OWN_CLASS
+from swarmnode.leader.routing import OWN_CLASS
 from swarmnode.net.interface import PeerId
 
 

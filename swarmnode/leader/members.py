@@ -141,10 +141,13 @@ class Members:
         on_leave: Callable[[Member], None],
         on_speech: Callable[[Member], None],
         verify_member: VerifyMember | None = None,
+        own_class: Callable[[], str] = lambda: "",
     ) -> None:
-        """`verify_member`: who may be a member at all; None: everybody."""
+        """`verify_member`: who may be a member at all; None: everybody. `own_class`: what the leader's own kernels were
+        measured to be, empty while that is not known."""
         self.by_peer: dict[PeerId, Member] = {}
         self.refused = 0  # hellos
+        self.own_class = own_class
         self._on_join = on_join
         self._on_progress = on_progress
         self._on_leave = on_leave

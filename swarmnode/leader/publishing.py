@@ -1,30 +1,30 @@
 """The routing that the decode thread gets: who answers for what now, how far and how fast each is, which bits it makes.
 
 Two peers are of one numeric class if their measured classes are equal, or if both gave the leader's own bits when they
-were probed; then the leader's own copy is of that class, too.
+were probed and their measured classes do not say otherwise: a probe compares some rows, and of two kernels a handful of
+rows in 100,000 may differ. Then the leader's own copy is of that class, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Literal
 
 from backends.activations import q8_0_is_exact
 from backends.manifest import Manifest
 from backends.program import ExpertProgram
+from capabilities.numeric_class import shown_different
 from scheduler.dispatch import UNMEASURED, LayerRouting
 from scheduler.layer_cost import PeerSpeed
 from swarmnode.leader.coverage import Coverage
 from swarmnode.leader.link import PeerLink
 from swarmnode.leader.members import Member, Members
 from swarmnode.leader.own_experts import OWN_COPY
-from swarmnode.leader.routing import Routing
+from swarmnode.leader.routing import OWN_CLASS, Routing
 from swarmnode.net.interface import PeerId
 from swarmnode.wire import Q8_0_BLOCK_VALUES
 
 ActivationsChoice = Literal["auto", "f32", "q8_0"]
-
-OWN_CLASS: Final = "the leader's"
 
 
 def make_routing(
@@ -49,7 +49,9 @@ def make_routing(
         member = members.by_peer[PeerId(peer)]
         assert member.link is not None
         answering[peer] = member, member.link
-    known |= {peer: kind for peer, (member, _) in answering.items() if (kind := numeric_class(member))}
+    known |= {
+        peer: kind for peer, (member, _) in answering.items() if (kind := numeric_class(member, members.own_class()))
+    }
     classes = {OWN_COPY: OWN_CLASS, **known} if coverage.own_copy else dict(known)
     speeds = {
         peer: PeerSpeed(
@@ -89,11 +91,15 @@ def quantizable(manifest: Manifest, choice: ActivationsChoice) -> frozenset[int]
     return frozenset(layer.layer for layer in layers if q8_0_is_exact(layer, programs[layer.program]))
 
 
-def numeric_class(member: Member) -> str | None:
-    """None if it is not known. What the probe found stands over what the peer says of itself."""
-    if member.agreement is not None and member.agreement.bit_identical:
+def numeric_class(member: Member, own: str) -> str | None:
+    """None if it is not known. own: the measured class of the leader's kernels, empty if that is not known.
+
+    That the probe found other bits stands over what was measured; that it found none, over what was not.
+    """
+    measured = member.hello.numeric_class
+    if member.agreement is not None and member.agreement.bit_identical and not shown_different(measured, own):
         return OWN_CLASS
-    return member.hello.numeric_class or None
+    return measured or None
 
 
 def _quantized(

@@ -59,7 +59,7 @@ class LayerTiming:
 @dataclass
 class FailoverStatistics:
     """Counters since the start: peers that failed or were late in the middle of a layer, peers that were asked because
-    another was slow, rows of the leader's own copy, and steps in which a peer of another numeric class stood in."""
+    another was slow, rows of the leader's own copy, and steps that more than one numeric class had a part in."""
 
     failures: int = 0
     hedges: int = 0
@@ -71,8 +71,8 @@ class RemoteExperts:
     """The StepExecutor of a leader.
 
     `set_routing`, `begin_request` and `end_request` are called on the event loop, the rest on the decode thread.
-    `own` answers where the routing says so. `mixed`: in the present step, or the last one, a peer of another numeric
-    class than the epoch's took part.
+    `own` answers where the routing says so. `mixed`: in the present step, or the last one, a peer took part that is not
+    known to be of the leader's own numeric class, or stood in for one of another.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class RemoteExperts:
                 self._look_at_the_clock(flight)
         if flight.eager:
             self._keep_owed(flight)
-        if exchange.mixed and not self.mixed:
+        if not self.mixed and (exchange.mixed or flight.routing.is_mixed(exchange.computed)):
             self.mixed = True
             self.failover.mixed_steps += 1
         return flight

@@ -9,6 +9,9 @@ from typing import Final
 from scheduler.dispatch import LayerRouting
 from swarmnode.leader.link import PeerLink
 
+OWN_CLASS: Final = "the leader's"
+"""The numeric class of whoever has the bits of the leader's ggml on its processor, where the trunk runs."""
+
 _KEPT_MAX: Final = 1024  # tables of a layer, each around some set of peers
 
 
@@ -29,6 +32,10 @@ class Routing:
     ask_f32: frozenset[int] = frozenset()
     classes: Mapping[str, str] = field(default_factory=dict)
     epochs: Mapping[str, int] = field(default_factory=dict)
+
+    def is_mixed(self, peers: Iterable[str]) -> bool:
+        """Whether any of these is not known to have the bits of the kernels that the trunk runs on."""
+        return any(self.classes.get(peer) != OWN_CLASS for peer in peers)
 
 
 class Detours:

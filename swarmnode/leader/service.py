@@ -82,6 +82,7 @@ class Leader:
         on_record: Callable[[bytes], None] = _keep_nothing,
         verify_member: VerifyMember | None = None,
         board: VerdictBoard | None = None,
+        own_class: Callable[[], str] = lambda: "",
         make_judge: Callable[[OpenModel, Obtain], Judging] = _judge_apart,
     ) -> None:
         """term: which leadership this is; it fences what is dispatched.
@@ -95,6 +96,7 @@ class Leader:
         inherited: the newest record that a predecessor left. on_record: gets this leader's own, whenever it changes.
         verify_member: who may be a worker (members.Members); None: everybody.
         board: what was held of peers before, and where this leader writes what it finds; None: one of its own.
+        own_class: what ggml's kernels on this machine's processor were measured to be (members.Members).
         make_judge: who recomputes answers of live work.
         """
         network = protocols.network
@@ -102,7 +104,9 @@ class Leader:
         self.active: ActiveModel | None = None
         self.reason = "a model to serve: `swarmctl model add FILE`"
         self.board: VerdictBoard = MemoryBoard() if board is None else board
-        self.members = Members(network, self._joined, self._progressed, self._left, self._spoke, verify_member)
+        self.members = Members(
+            network, self._joined, self._progressed, self._left, self._spoke, verify_member, own_class
+        )
         self._network = network
         self._trunks = trunks
         self._choose = choose
@@ -356,6 +360,11 @@ class Leader:
     def _spoke(self, member: Member) -> None:
         if self.active is not None:
             self.active.placer.spoke(member)
+
+    def measured(self) -> None:
+        """This machine's own numeric class is known, or is another one."""
+        if self.active is not None:
+            self.active.placer.usable_changed()
 
     def statistics(self) -> dict[str, Any]:
         """Requests and tokens since the start, for `status`."""
