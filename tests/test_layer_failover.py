@@ -169,7 +169,6 @@ NONSENSE = {
     "refusal": encode_failure(1, Internal("no memory")),
     "junk": b"\xff" * 66,
     "one row too few": encode_reply(1, 1, np.zeros((11, LAYER.n_out), np.float32)),
-    "not a number": encode_reply(1, 1, np.full((12, LAYER.n_out), np.nan, np.float32)),
 }
 
 
@@ -185,6 +184,21 @@ async def test_nonsense_is_replaced_within_the_layer(data: bytes) -> None:
         np.testing.assert_array_equal(await swarm.step(x, ids), right(x, ids))  # the next layer goes around it
         assert swarm.hands[0].asked == 1
         assert (swarm.remote.failover.failures, swarm.remote.failover.mixed_steps) == (1, 0)
+
+
+async def test_rows_that_overflowed_are_replaced_and_their_peer_is_asked_again() -> None:
+    x, ids = inputs()
+    async with bench() as swarm:
+        swarm.route("01")
+        overflowed = encode_reply(1, 1, np.full((12, LAYER.n_out), np.nan, np.float32))
+        y = await swarm.interrupted(lambda: swarm.hands[0].deliver(overflowed), x, ids)
+        np.testing.assert_array_equal(y, right(x, ids))
+        assert swarm.hands[0].link.closed is None
+        assert (swarm.hands[0].asked, swarm.hands[1].asked, swarm.hands[2].asked) == (1, 1, 0)
+        again = await swarm.interrupted(swarm.hands[0].deliver, x, ids)
+        np.testing.assert_array_equal(again, right(x, ids))
+        assert (swarm.hands[0].asked, swarm.hands[1].asked) == (2, 1)
+        assert swarm.remote.failover.failures == 0
 
 
 async def test_a_broken_connection_is_replaced_by_several_where_no_one_holds_it_all() -> None:
