@@ -25,9 +25,9 @@ def figures_of(level: Level) -> list[Figure]:
 
 
 def short(value: float) -> str:
-    """Two digits and an exponent of as few as it takes: 4.8e-7."""
-    if value == 0:
-        return "0"
+    """Two digits, and where it is small an exponent of as few as it takes: 1.3, 4.8e-7."""
+    if value == 0 or 0.1 <= abs(value) < 100:
+        return f"{value:.2g}"
     digits, _, exponent = f"{value:.1e}".partition("e")
     return f"{digits}e{int(exponent)}"
 
@@ -153,7 +153,7 @@ def _task(level: Level) -> list[Figure]:
         Figure(f"perplexity of {level['positions']} tokens", *perplexities),
         Figure(
             "paired difference, nats a token",
-            f"{level['nll_difference']:+.1e}", f"{noise['nll_difference']:+.1e}", short(limits["nll_difference"]),
+            short(level["nll_difference"]), short(noise["nll_difference"]), short(limits["nll_difference"]),
         ),
         Figure("its standard error", short(level["standard_error"]), short(noise["standard_error"])),
         Figure(f"right answers of {asked['questions']} questions", *right),

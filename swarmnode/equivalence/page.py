@@ -22,10 +22,11 @@ _STYLE: Final = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;overflow-wrap:anywhere}"
     ".wide{overflow-x:auto;margin:1em 0}"
     "table{border-collapse:collapse;font-size:13px}td,th{padding:3px 10px;border-bottom:1px solid #ddd;text-align:left}"
-    ".wide table{overflow-wrap:normal}.wide .figures td{white-space:nowrap}"
+    ".wide table{overflow-wrap:normal}.figures td{white-space:nowrap}.figures th{min-width:4.5em}"
+    ".figures td:first-child{white-space:normal;min-width:8em}"
     ".near{background:#cfe5ff}.far{background:#ffd8a8;font-weight:bold}.none{background:#eee}"
     ".pass{color:#1a7f37}.fail{color:#cf222e;font-weight:bold}"
-    "figure{margin:1em 0}svg{width:100%;max-width:680px;height:auto;display:block}text{font:13px system-ui,sans-serif}"
+    "figure{margin:1em 0}svg{width:100%;max-width:680px;height:auto;display:block}text{font:16px system-ui,sans-serif}"
     ".key{display:inline-block;margin-right:1.5em;font-size:13px}"
     ".key i{display:inline-block;width:12px;height:12px;margin-right:6px}"
 )
@@ -176,7 +177,7 @@ def _op(level: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     widths = ", ".join(map(str, level["widths"]))
     notes = "".join(f"<p>Left out: {escape(note)}</p>" for note in level["skipped"])
-    return f"{_references(level)}{_table(head, rows)}<p>The worst over batches of {widths} rows.</p>{notes}"
+    return f"{_references(level)}{_table(head, rows, 'words')}<p>The worst over batches of {widths} rows.</p>{notes}"
 
 
 def _references(level: Mapping[str, Any]) -> str:
@@ -223,7 +224,7 @@ def _divergence(divergence: Mapping[str, Any]) -> str:
     """Which experts part on the very same rows."""
     rows = [
         (what, str(each["layer"]), str(each["expert"]), *(escape(each[side] or "this machine") for side in _PEERS),
-         f"{each['relative_l2']:.1e}")
+         short(each["relative_l2"]))
         for key, what in (("first", "in the first layer that differs"), ("worst", "most of all"))
         if (each := divergence[key]) is not None
     ]  # fmt: skip
