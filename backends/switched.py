@@ -18,11 +18,16 @@ from backends.numpy_functions import Rows, round_activations, round_q8_plainly
 from backends.sum_orders import F32, F64, ORDERS, add_in_halves
 
 Sums = Literal["float64", "float32", "float16"]
+Rounded = Literal["", "with vectors", "plainly", "in blocks of 32", "in halves", "in bfloat16"]
 
 _HALF_SUMS: Final = (GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q5_1)
 _BLOCK: Final = 32
 _LEVELS: Final = 127  # of a signed byte, in both directions
 _EPSILON: Final = 1e-5  # row_operators.EPSILON
+_AS_FOR: Final = {
+    "in blocks of 32": GGMLQuantizationType.Q8_0, "in halves": GGMLQuantizationType.F16,
+    "in bfloat16": GGMLQuantizationType.BF16,
+}  # fmt: skip
 _ORDERS: Final = {order.name: order for order in ORDERS}
 
 
@@ -30,15 +35,16 @@ _ORDERS: Final = {order.name: order for order in ORDERS}
 class Setting:
     """What is switched. The default is the exact reference.
 
-    rounded: activations are rounded to the weight type's own before a product, as ggml's kernels round them: with
-    vectors (by the block's steps, ties to even) or plainly (by the inverse of one step, ties away from zero).
+    rounded: activations are rounded before a product. To the weight type's own as ggml's kernels for CPUs round them:
+    with vectors (by the block's steps, ties to even) or plainly (by the inverse of one step, ties away from zero). Or
+    as a GPU's may: to 8 bits in blocks of 32 also where weights come in blocks of 256, to halves, or to bfloat16.
     halved: weights are in half precision once they are dequantised, or a block's sum of activations is, where weights
     have an offset in each block. sums: of products, of rows; and the precision of everything that is no product.
     order: of sums in single precision, one of `ORDERS` by its name; empty: as NumPy adds. fused: products are not
     rounded before they are added. powers: precision of the exponential function.
     """
 
-    rounded: Literal["", "with vectors", "plainly"] = ""
+    rounded: Rounded = ""
     halved: Literal["", "weights", "block sums"] = ""
     sums: Sums = "float64"
     order: str = ""
@@ -99,7 +105,7 @@ class Product:
             return x
         if setting.rounded == "plainly" and GGML_QUANT_SIZES[self.kind][0] == _BLOCK:
             return round_q8_plainly(x)
-        return round_activations(x, self.kind)
+        return round_activations(x, _AS_FOR.get(setting.rounded, self.kind))
 
     def _half_sums(self, x: F32, a: F32, raw: NDArray[np.uint8]) -> F64:
         """What half precision of each block's sum of activations changes, where its weights' offset multiplies it.
@@ -150,8 +156,11 @@ def settings_of(kind: GGMLQuantizationType | None) -> tuple[tuple[Setting, ...],
     halved = () if exact else (Setting(halved="block sums" if kind in _HALF_SUMS else "weights"),)
     orders = [Setting(sums="float32", order=order.name, fused=fused) for order in ORDERS for fused in (False, True)]
     sums = (Setting(sums="float16"), Setting(sums="float32"), *orders)
-    rounded = () if kind == GGMLQuantizationType.F32 else (Setting(rounded="with vectors"), Setting(rounded="plainly"))
-    return rounded, halved, sums
+    others = Setting(rounded="in halves"), Setting(rounded="in bfloat16")
+    if kind == GGMLQuantizationType.F32:
+        return others, halved, sums
+    of_type = Setting(rounded="with vectors"), Setting(rounded="plainly"), Setting(rounded="in blocks of 32")
+    return (*(of_type[:1] if exact else of_type), *others), halved, sums
 
 
 _OF_ELEMENTS: Final[tuple[tuple[Sums, Literal["float64", "float32"]], ...]] = (

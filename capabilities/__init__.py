@@ -2,8 +2,8 @@
 
 errors      every typed error: its name on the wire, its message, what to do next
 agreement   differences between two results of the same rows, and how small they must be
-equivalence two backends set against each other, level by level, and task_level the last of them; tolerances: how far
-            apart they may be
+equivalence two backends set against each other, level by level; generation_level and task_level: the last two of them;
+            tolerances: how far apart they may be
 advert      what a peer says of itself, signed, and its heartbeat; advert_content is what it can say,
             held_experts which experts it holds
 precision   how a backend accumulates and rounds, and the probe that tells; row_check tells it from answers in service,

@@ -17,10 +17,14 @@ from numpy.typing import NDArray
 
 from capabilities.agreement import compare
 from capabilities.tolerances import (
+    FLIP_NOISE_TIMES,
     KL_MEAN_LIMIT,
+    LAYER_LIMIT,
+    NOISE_TIMES,
     TOP1_AGREEMENT_MIN,
     RowLimits,
     above_noise,
+    flips_beside_noise,
     flips_limit,
     residual_limit,
 )
@@ -113,7 +117,10 @@ def layer_level(pinned: Sequence[float], floor: Sequence[float], layers: Sequenc
     fine = f"{words.format(*rows[-1])}, and after layer {layer} it is nearest to one, at {found / limit:.0%}"
     return {
         **verdict("layer", fine, fault),
-        "tolerance": {"relative_l2": limits},
+        "tolerance": {
+            "text": f"{LAYER_LIMIT:g} times the root of the depth, or {NOISE_TIMES:g} times llama.cpp's own noise",
+            "relative_l2": limits,
+        },
         "first_beyond_limit": None if over is None else over[0],
     }
 
@@ -176,7 +183,10 @@ def logits_level(rows: LogitRows, floor: LogitRows) -> dict[str, Any]:
     words = f"a mean KL of {mean:.2g}, with a limit of {limit:.2g}"
     return {
         **verdict("logits", words, None if mean <= limit else words),  # a fault also where it is no number
-        "tolerance": {"kl_mean": limit},
+        "tolerance": {
+            "text": f"a mean KL of {KL_MEAN_LIMIT:g}, or of {NOISE_TIMES:g} times llama.cpp's own noise",
+            "kl_mean": limit,
+        },
         **logit_figures(rows),
         "noise_floor": logit_figures(floor),
     }
@@ -202,27 +212,63 @@ def predicted_flips(margins: F64, deviations: F64) -> float:
     return float(sum(0.5 * math.erfc(x) for x in (margins / reach).tolist()))
 
 
+@dataclass(frozen=True, slots=True)
+class FlipLimits:
+    """On what flips by chance: by what was predicted from the pair's own movement, and beside llama.cpp's own noise."""
+
+    positions: int
+    predicted: float
+    as_predicted: float
+    beside_noise: int
+
+    @staticmethod
+    def of(predicted: float, positions: int, noise_flips: int, noise_positions: int) -> FlipLimits:
+        beside = flips_beside_noise(positions, noise_flips, noise_positions)
+        return FlipLimits(positions, predicted, flips_limit(predicted), beside)
+
+    @property
+    def lower(self) -> float:
+        return min(self.as_predicted, self.beside_noise)
+
+    def words(self, what: str) -> str:
+        """what: can flip."""
+        return (
+            f"where {self.predicted:.1f} were predicted, which allows {self.as_predicted:.1f}, and with llama.cpp's "
+            f"own noise go {self.beside_noise} of {self.positions} {what}"
+        )
+
+    def text(self, what: str) -> str:
+        return (
+            f"no more {what} than the margins predict, nor than go with {FLIP_NOISE_TIMES:g} times llama.cpp's own, "
+            "each with what chance adds"
+        )
+
+
 def decisions_level(
     rows: LogitRows, routing: Sequence[RoutingChange], floor: LogitRows, floor_routing: Sequence[RoutingChange]
 ) -> dict[str, Any]:
     """Top-1 tokens, and what the routers chose."""
     figures, of_floor = flip_figures(rows), flip_figures(floor)
     through = int((rows.flips & (rows.margins > 2 * rows.l_infinity)).sum())
-    allowed = flips_limit(figures["flips_predicted"])
+    limits = FlipLimits.of(figures["flips_predicted"], len(rows.flips), of_floor["flips"], len(floor.flips))
     least = 1 - above_noise(1 - TOP1_AGREEMENT_MIN, 1 - of_floor["top1_agreement"])
-    agreement, flips, predicted = figures["top1_agreement"], figures["flips"], figures["flips_predicted"]
+    agreement, flips = figures["top1_agreement"], figures["flips"]
+    words = f"{flips} flips, {limits.words('tokens')}"
     return {
         **verdict(
             "decisions",
-            f"{flips} flips, where {predicted:.1f} were predicted and {allowed:.1f} are allowed, none through the gate;"
-            f" {agreement:.1%} of the tokens agree, and {least:.1%} must",
+            f"{words}, none through the gate; {agreement:.1%} of the tokens agree, and {least:.1%} must",
             f"{through} tokens flipped whose margin exceeds twice L-infinity" if through else None,
-            f"{flips} flips, where {predicted:.1f} were predicted and {allowed:.1f} are allowed"
-            if flips > allowed
-            else None,
+            words if flips > limits.lower else None,
             f"only {agreement:.1%} of the tokens agree, not {least:.1%}" if agreement < least else None,
         ),
-        "tolerance": {"flips_through_the_gate": 0, "flips": allowed, "top1_agreement": least},
+        "tolerance": {
+            "text": f"no flip through the gate; {limits.text('flips')}; {least:.1%} of the tokens agree",
+            "flips_through_the_gate": 0,
+            "flips": limits.lower,
+            "flips_beside_noise": limits.beside_noise,
+            "top1_agreement": least,
+        },
         **figures,
         "flips_through_the_gate": through,
         "positions_below_the_gate": int((rows.margins <= 2 * rows.l_infinity).sum()),
@@ -291,61 +337,6 @@ def routing_figures(changes: Sequence[RoutingChange]) -> dict[str, Any]:
         "experts_changed": sum(c.experts_changed for c in changes) / experts,
         "top1_changed": sum(c.first_changed for c in changes) / tokens,
         "first": named,
-    }
-
-
-# -- generation -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Fork:
-    """Where two greedy answers to one prompt part: the token's index, A's margin there and how far its logits moved."""
-
-    index: int
-    margin: float
-    l_infinity: float
-
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """Greedy answers of both sides. forks: one for each prompt, None where all `tokens` of its answer agree.
-
-    forks_predicted: how many to expect by the margins of all positions that came before a fork.
-    """
-
-    tokens: int
-    forks: tuple[Fork | None, ...]
-    forks_predicted: float
-
-
-def generation_level(generated: Generated, floor: Generated) -> dict[str, Any]:
-    forks, allowed = [f for f in generated.forks if f is not None], flips_limit(generated.forks_predicted)
-    wild = sum(fork.margin > 2 * fork.l_infinity for fork in forks)
-    words = f"{len(forks)} of {len(generated.forks)} answers parted, where {generated.forks_predicted:.1f} were"
-    words += f" predicted and {allowed:.1f} are allowed"
-    return {
-        **verdict(
-            "generation",
-            f"{words}; none through the gate",
-            f"{wild} answers parted where the margin exceeds twice L-infinity" if wild else None,
-            words if len(forks) > allowed else None,
-        ),
-        "tolerance": {"forks_through_the_gate": 0, "forks": allowed},
-        **generation_figures(generated),
-        "forks_predicted": generated.forks_predicted,
-        "forks_through_the_gate": wild,
-        "noise_floor": {**generation_figures(floor), "forks_predicted": floor.forks_predicted},
-    }
-
-
-def generation_figures(generated: Generated) -> dict[str, Any]:
-    indices = sorted(fork.index for fork in generated.forks if fork is not None)
-    return {
-        "prompts": len(generated.forks),
-        "tokens": generated.tokens,
-        "identical": len(generated.forks) - len(indices),
-        "first_differences": indices,
-        "first_difference_counts": [indices.count(token) for token in range(generated.tokens)],
     }
 
 

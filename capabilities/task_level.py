@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from capabilities.equivalence import F32, F64, I32, TINY, number, verdict
+from capabilities.equivalence import F32, F64, I32, TINY, FlipLimits, number, verdict
 from capabilities.tolerances import (
     NLL_DEVIATIONS,
     NLL_MEAN_LIMIT,
+    NOISE_TIMES,
     OPTIONS_SPREAD_LIMIT,
+    TEXT_TOKENS,
     above_noise,
-    flips_limit,
 )
 
 _EXPONENT_MAX = 80.0  # a perplexity of 1e34 says all that there is to say
@@ -42,20 +43,34 @@ def task_level(
     chosen, of_floor_chosen = choice_figures(*options), choice_figures(*floor_options)
     limit = above_noise(NLL_MEAN_LIMIT, abs(of_floor["nll_difference"])) + NLL_DEVIATIONS * figures["standard_error"]
     spread_limit = above_noise(OPTIONS_SPREAD_LIMIT, of_floor_chosen["spread"])
-    changed_limit = flips_limit(changes_predicted(options[0], min(chosen["spread"], spread_limit)))
+    predicted = changes_predicted(options[0], min(chosen["spread"], spread_limit))
+    changes = FlipLimits.of(predicted, len(options[0]), of_floor_chosen["changed"], len(floor_options[0]))
     mean, spread, changed = figures["nll_difference"], chosen["spread"], chosen["changed"]
     of_text = f"{mean:+.2g} nats a token, with a limit of {limit:.2g}"
     of_spread = f"answers moved by {spread:.2g} nats against each other, with a limit of {spread_limit:.2g}"
-    of_changed = f"{changed} answers changed, with a limit of {changed_limit:.1f}"
+    of_changed = f"{changed} answers changed, {changes.words('questions')}"
+    few = figures["positions"] < TEXT_TOKENS
+    quick = f"; {figures['positions']} tokens are a quick look, where {TEXT_TOKENS} make the figure" if few else ""
     return {
         **verdict(
             "task",
-            f"{of_text}; {of_spread}; {of_changed}",
+            f"{of_text}; {of_spread}; {of_changed}{quick}",
             None if abs(mean) <= limit else of_text,
             None if spread <= spread_limit else of_spread,
-            None if changed <= changed_limit else of_changed,
+            None if changed <= changes.lower else of_changed,
         ),
-        "tolerance": {"nll_difference": limit, "spread": spread_limit, "changed": changed_limit},
+        "tolerance": {
+            "text": (
+                f"{NLL_MEAN_LIMIT:g} nats a token, or {NOISE_TIMES:g} times llama.cpp's own noise, and "
+                f"{NLL_DEVIATIONS:g} standard errors more; answers' movement by {OPTIONS_SPREAD_LIMIT:.2g} nats, or "
+                f"{NOISE_TIMES:g} times the noise; {changes.text('answers that change')}"
+            ),
+            "nll_difference": limit,
+            "spread": spread_limit,
+            "changed": changes.lower,
+            "changed_beside_noise": changes.beside_noise,
+            "positions": TEXT_TOKENS,
+        },
         **figures,
         "choices": chosen,
         "noise_floor": {**of_floor, "choices": of_floor_chosen},

@@ -1,14 +1,17 @@
 """How far apart two backends may be, level by level: the one place where such limits stand, with their reasons.
 
 Nothing here asks what a backend declares. A limit grows with the length of a sum, because single precision rounds once
-for each term, and with what the probe *measured* the two kernels to round activations to (capabilities/precision.py).
-Half-precision sums buy nothing: they are what a limit is there to catch. Where both round activations alike, all but a
-few rows must agree as exact kernels do; a few may hold an 8-bit code that fell on the other side of a tie.
+for each term, and with what the two kernels' own products *show* that they round activations to, batch width by batch
+width (swarmnode/equivalence/roundings.py). Half-precision sums buy nothing: they are what a limit is there to catch.
+Where both round activations alike, all but a few rows must agree as exact kernels do; a few may hold an 8-bit code that
+fell on the other side of a tie.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -52,10 +55,19 @@ TOP1_AGREEMENT_MIN: Final = 0.95
 # Flips happen by chance: those that were counted may exceed those that were predicted by so many deviations, and two.
 FLIP_DEVIATIONS: Final = 4.0
 FLIPS_FREE: Final = 2.0
+# A model that parts from another predicts its own flips, however far it is off. So they are also held against those of
+# llama.cpp with itself: half as many again may be due. Flips go with how far logits move, and no honest kernels moved
+# those of the demo model by more than a twentieth more than `fast` does.
+FLIP_NOISE_TIMES: Final = 1.5
+# How likely a pair for which just so many are due is to fail by chance; one that does no more than `fast` far less.
+FLIP_ERROR: Final = 1e-3
 # Mean difference of negative log-likelihood in nats a token: a hundredth changes a perplexity by one percent. Beyond
 # that it must also stand out of its own noise.
 NLL_MEAN_LIMIT: Final = 1e-2
 NLL_DEVIATIONS: Final = 3.0
+# Tokens of a text that such a difference is to be known over: it then has a standard error of 0.0004 nats. Fewer are a
+# quick look, which is said wherever the figure stands.
+TEXT_TOKENS: Final = 50_000
 # Of the likelihoods of a question's answers against each other, in nats: what KL_MEAN_LIMIT allows one token's, since a
 # small KL is half of their variance.
 OPTIONS_SPREAD_LIMIT: Final = math.sqrt(2 * KL_MEAN_LIMIT)
@@ -93,16 +105,18 @@ def rounding_error(source: Precision, block: int) -> float:
 _UNIFORM: Final = 2 / _ROOT_12  # of an error that is even over +-1
 
 
-def product_limits(weights: str, block: int, terms: int, source_a: Precision, source_b: Precision) -> RowLimits:
+def product_limits(
+    weights: str, block: int, terms: int, source_a: Precision, source_b: Precision, *, alike: bool = True
+) -> RowLimits:
     """Limits for products over so many terms.
 
-    weights: ggml's name of their type, which has blocks of `block` values. source_a, source_b: what each side was
-    measured to round activations to.
+    weights: ggml's name of their type, which has blocks of `block` values. source_a, source_b: what each side shows
+    that it rounds activations to. alike: both in one way, if to one precision.
     """
     exact = sum_limit(terms)
     if weights in HALF_SUMS and Precision.Q8 in (source_a, source_b):
         exact += rounding_error(Precision.F16, block)
-    if source_a == source_b:
+    if source_a == source_b and alike:
         step = {Precision.Q8: 1 / _LEVELS, Precision.BF16: 2.0**-7, Precision.F16: 2.0**-10}.get(source_a, 0.0)
         flips = _FLIPPED_CODES * _PEAK_OF_ROW * step / math.sqrt(terms)
         return RowLimits(exact, _WORST_OVER_MEDIAN * exact + flips)
@@ -134,3 +148,39 @@ def above_noise(limit: float, noise: float) -> float:
 def flips_limit(predicted: float) -> float:
     """The most flips that go with so many predicted ones."""
     return predicted + FLIP_DEVIATIONS * math.sqrt(predicted) + FLIPS_FREE
+
+
+def flips_beside_noise(positions: int, noise_flips: int, noise_positions: int) -> int:
+    """The most flips of so many positions that go with those of llama.cpp with itself, at positions of the same kind.
+
+    Flips that are due FLIP_NOISE_TIMES as often are, of all flips of both pairs, a binomial number. Where the noise has
+    few, those go that leave TOP1_AGREEMENT_MIN. Both with an error of FLIP_ERROR.
+    """
+    due = FLIP_NOISE_TIMES * positions
+    share = due / (due + noise_positions)
+    return max(
+        _last(positions, lambda flips: _at_least(flips, flips + noise_flips, share) >= FLIP_ERROR),
+        _last(positions, lambda flips: _at_least(flips, positions, 1 - TOP1_AGREEMENT_MIN) >= FLIP_ERROR),
+    )
+
+
+def _last(highest: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `highest` that fits, where 0 does and no larger one does than one that does not."""
+    return bisect_left(range(1, highest + 1), True, key=lambda number: not fits(number))
+
+
+def _at_least(count: int, trials: int, share: float) -> float:
+    """How likely so many trials are to succeed so often or more, where each succeeds with this probability."""
+    if count <= trials * share:
+        return 1.0  # more than a quarter: of no interest here
+    log_odds = math.log(share) - math.log1p(-share)
+    log_term = (
+        math.lgamma(trials + 1) - math.lgamma(count + 1) - math.lgamma(trials - count + 1)
+        + count * math.log(share) + (trials - count) * math.log1p(-share)
+    )  # fmt: skip
+    found = 0.0
+    for successes in range(count, trials + 1):
+        found += math.exp(log_term)
+        if successes < trials:
+            log_term += math.log(trials - successes) - math.log(successes + 1) + log_odds
+    return found

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+from gguf import GGMLQuantizationType
 
 from backends.device import Device
 from backends.experts import F32, I32, GgmlExperts
+from backends.numpy_functions import round_activations
 from backends.numpy_reference import NumpyExperts
 
 WIDE = 32  # rows of a batch
@@ -42,6 +44,28 @@ class HalfWhenWide(NumpyExperts):
     def compute(self, layer: int, x: F32, tokens: I32, experts: I32, *, ask_f32: bool = False) -> F32:
         self._accumulate = "float16" if len(x) > WIDE else "float64"
         return super().compute(layer, x, tokens, experts, ask_f32=ask_f32)
+
+
+class RoundsWhenWide(NumpyExperts):
+    """Adds exactly, but where a batch is wide activations are in half precision, as on many a GPU that is asked for
+    single precision."""
+
+    def __init__(self, *, threads: int) -> None:
+        super().__init__("float64")
+
+    def compute(self, layer: int, x: F32, tokens: I32, experts: I32, *, ask_f32: bool = False) -> F32:
+        rounded = x.astype(np.float16).astype(np.float32) if len(x) > WIDE else x
+        return super().compute(layer, rounded, tokens, experts, ask_f32=ask_f32)
+
+
+class BlocksOf32(NumpyExperts):
+    """Rounds activations to 8 bits in blocks of 32 whatever the weights' own blocks are, as CUDA does."""
+
+    def __init__(self, *, threads: int) -> None:
+        super().__init__("float64")
+
+    def compute(self, layer: int, x: F32, tokens: I32, experts: I32, *, ask_f32: bool = False) -> F32:
+        return super().compute(layer, round_activations(x, GGMLQuantizationType.Q8_0), tokens, experts, ask_f32=ask_f32)
 
 
 class AlwaysTheSameWay(GgmlExperts):

@@ -62,7 +62,6 @@ INTEGERS: Final = re.compile(
     r"|audits_\w+|sequence|keep|restarts|uses|used|expires_at_s|issued_at_s|at_s|version_number|quorum|rotation"
     r"|released|forgotten|new|forks\w*|first_differences|first_difference|\w*_tokens|last_at_s|identical_answers)"
 )
-TEXTS: Final = frozenset(("backends[].error", "levels[].tolerance"))
 AUDIT_COUNTS: Final = (
     "agreed", "differed", "self_differed", "answers", "answered", "audited", "dropped", "repeated", "rows",
     "rows_recomputed",
@@ -119,7 +118,9 @@ EXACT: Final[dict[str, Any]] = {
         (f"{where}audits.{count}" for where in ("peers[].", "model.", "peer show: ") for count in AUDIT_COUNTS),
         "integer",
     ),
-    "levels[].tolerance.forks": "number", "peers[].numeric_class": "string?",
+    "levels[].tolerance.forks": "number", "levels[].tolerance.text": "string",
+    "levels[].tolerance.limits[].widths[]": "integer", "levels[].ops[].limit_share": "number",
+    "levels[].tolerance.changed_beside_noise": "integer", "peers[].numeric_class": "string?",
     "audit show: peers[].audits": "object?", "audit show: peers[].verdict": "object?",
     "cheats[].every": "integer", "cheats[].trials": "integer", "cheats[].missed": "integer",
     "cheats[].missed_bound": "number?", "cheats[].late": "integer?", "cheats[].suspected.p50": "integer?",
@@ -130,11 +131,9 @@ EXACT: Final[dict[str, Any]] = {
     "honest[].wrong_audits_bound": "number?", "honest[].rows.same": "integer", "honest[].rows.within": "integer",
     "honest[].rows.coarse": "integer", "honest[].rows.wrong": "integer",
 }  # fmt: skip
-MIXED: Final = frozenset(("levels[].tolerance",))
-"""Objects in some answers, a sentence in others, null in what could not be computed."""
 NULL_OBJECTS: Final = frozenset(
     ("network", "without", "measured", "levels[].routing.first", "memory", "undivided", "swarm", "peers[].audits",
-     "audits", "levels[].divergence.first", "levels[].divergence.worst")
+     "audits", "levels[].divergence.first", "levels[].divergence.worst", "levels[].tolerance")
 )
 """Objects that may be null, where no row of their own says so."""
 
@@ -172,8 +171,7 @@ def _put_object(root: dict[str, Any], path: str, meaning: str) -> None:
             at.setdefault("type", "array")
             at = at.setdefault("items", {"type": "object"})
     at["properties"] = {}
-    nullable = ["object", "null"] if "null" in meaning else "object"
-    at["type"] = ["object", "string", "null"] if path in MIXED else nullable
+    at["type"] = ["object", "null"] if "null" in meaning else "object"
     at["description"] = _plain(meaning)
 
 

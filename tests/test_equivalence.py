@@ -20,10 +20,10 @@ from capabilities.equivalence import LEVELS
 from capabilities.errors import UnsupportedModel, UsageError
 from swarmnode.cli import common, ctl
 from swarmnode.cli import equivalence as command
-from swarmnode.cli.render_equivalence import print_equivalence
+from swarmnode.cli.render_equivalence import WORDS, print_equivalence
 from swarmnode.equivalence.answers import PROMPT_TOKENS, race
-from swarmnode.equivalence.causes import ACCUMULATION, ROUNDING
-from swarmnode.equivalence.figures import figures_of, ranges_of
+from swarmnode.equivalence.causes import ACCUMULATION, CAUSES, ROUNDING
+from swarmnode.equivalence.figures import figures_of, first_choice_words, ranges_of, short
 from swarmnode.equivalence.ops import op_level
 from swarmnode.equivalence.page import page_of, write_page
 from swarmnode.equivalence.passes import WINDOW, decode
@@ -357,15 +357,26 @@ def test_a_text_that_is_too_short_says_how_long_it_is(capfd: pytest.CaptureFixtu
     assert "has 0 tokens" not in capfd.readouterr().err
 
 
-def test_the_terminal_cuts_no_figure_off(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even where there are 80 columns."""
-    monkeypatch.setattr("swarmnode.cli.render_equivalence.COLUMNS", 80)
-    levels = [ops("ggml-cpu", "reference"), *models("ggml-cpu", "reference").values()]
+@pytest.mark.parametrize("columns", [80, 100, 120, 200])
+def test_the_terminal_cuts_no_figure_off(
+    columns: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many columns there are, and however many causes."""
+    monkeypatch.setattr("swarmnode.cli.render_equivalence.COLUMNS", columns)
+    levels = [ops("reference", "reference:f16"), *models("ggml-cpu", "reference").values()]
+    for row in levels[0]["ops"]:
+        row["cause"] = ", ".join(CAUSES.values())
     print_equivalence(report("reference", levels))
     out = capfd.readouterr().out
     assert "…" not in out
+    assert max(map(len, out.splitlines())) <= columns
     for level in levels:
-        assert f"\n{level['level']}: pass: " in out
+        assert f"\n{level['level']}: {WORDS[level['pass']]}: " in out
+    for row in levels[0]["ops"]:
+        figures = [short(row["max_abs_diff"]), short(row["relative_l2"]), f"{row['min_cosine']:.7f}"]
+        line = " ".join(filter(None, (WORDS[row["pass"]], row["op"], row["type"] or "-", str(row["length"]), *figures)))
+        assert any(" ".join(each.split()).startswith(line) for each in out.splitlines()), line
+    assert first_choice_words(levels[3]) in " ".join(out.split())
 
 
 def test_answers_are_counted_by_ranges_of_tokens() -> None:

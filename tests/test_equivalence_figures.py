@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
 from capabilities.equivalence import (
-    Fork,
-    Generated,
     LogitRows,
     decisions_level,
     difference,
-    generation_level,
     growth_exponent,
     layer_level,
     logit_rows,
@@ -22,12 +22,18 @@ from capabilities.equivalence import (
     routing_figures,
     worst,
 )
+from capabilities.generation_level import Fork, Generated, generation_level
 from capabilities.precision import Precision
+from capabilities.task_level import task_level
 from capabilities.tolerances import (
+    FLIP_ERROR,
+    FLIP_NOISE_TIMES,
     KL_MEAN_LIMIT,
     NOISE_TIMES,
     RowLimits,
     above_noise,
+    flips_beside_noise,
+    flips_limit,
     product_limits,
     residual_limit,
     row_limits,
@@ -78,6 +84,79 @@ def test_limits_of_products_grow_with_their_sums_and_with_measured_rounding() ->
     flips = [product_limits("q4_0", 32, n, q8, q8).worst_relative_l2 for n in (64, 1024)]
     assert flips[0] > 3 * flips[1]
     assert row_limits(4096).median_relative_l2 < 1e-4
+    otherwise = product_limits("q4_K", 256, 2048, q8, q8, alike=False)
+    assert otherwise.median_relative_l2 > 1.2 * product_limits("q4_K", 256, 2048, exact, q8).median_relative_l2
+
+
+# -- beside llama.cpp's own noise -------------------------------------------------------------------------------------
+
+
+def of_layers(times: float) -> dict[str, Any]:
+    return layer_level([0.1 * times] * 3, [0.1] * 3, (0, 1, 2))
+
+
+def of_logits(times: float) -> dict[str, Any]:
+    a = logits()
+    floor = logit_rows(a, a + noise(*a.shape))
+    moved = LogitRows.join([floor])
+    moved.kl[:] = times * floor.kl
+    return logits_level(moved, floor)
+
+
+def of_agreement(times: float) -> dict[str, Any]:
+    """Through no gate, and no more than predicted."""
+    shares = 0.1, 0.1 * times
+    floor, moved = (LogitRows(*rows_that_flip(int(1000 * share))) for share in shares)
+    return decisions_level(moved, (), floor, ())
+
+
+def rows_that_flip(flips: int) -> tuple[Any, ...]:
+    ones, top = np.ones(1000), np.zeros(1000, np.int32)
+    other = top.copy()
+    other[:flips] = 1
+    return ones, ones, ones, 0 * ones, ones, top, other
+
+
+def of_text(times: float) -> dict[str, Any]:
+    nll, options = np.full(100, 2.0), np.zeros((9, 4))
+    return task_level((nll, nll + 0.1 * times), (nll, nll + 0.1), (options, options), (options, options))
+
+
+def of_options(times: float) -> dict[str, Any]:
+    nll, options = np.full(100, 2.0), np.tile([9.0, 0.0, 0.0, 0.0], (50, 1))
+    moved = np.tile([0.5, -0.5, 0.0, 0.0], (50, 1))
+    return task_level((nll, nll), (nll, nll), (options, options + times * moved), (options, options + moved))
+
+
+@pytest.mark.parametrize("level", [of_layers, of_logits, of_text, of_options])
+def test_three_times_the_noise_is_as_far_as_the_band_goes(level: Callable[[float], dict[str, Any]]) -> None:
+    assert NOISE_TIMES == 3
+    assert level(2.9)["pass"], level(2.9)["reason"]
+    for times in (3.1, 5.0):
+        assert not level(times)["pass"]
+
+
+def test_tokens_agree_but_for_three_times_what_the_noise_turns() -> None:
+    assert of_agreement(1.0)["tolerance"]["top1_agreement"] == pytest.approx(0.7)
+    assert of_agreement(1.0)["pass"]
+    assert not of_agreement(3.1)["pass"]
+
+
+def test_flips_beside_the_noise_have_the_error_that_is_stated() -> None:
+    """Of pairs for which as many are due as may be one in a thousand fails. The noise is counted anew each time."""
+    counted = np.random.default_rng(7).binomial(512, (0.05, FLIP_NOISE_TIMES * 0.05), (20_000, 2))
+    limits = {int(flips): flips_beside_noise(512, int(flips), 512) for flips in np.unique(counted[:, 0])}
+    failed = sum(ours > limits[of_noise] for of_noise, ours in counted.tolist())
+    assert 0 < failed <= 2 * FLIP_ERROR * len(counted)
+    twice = np.random.default_rng(8).binomial(512, 5 * 0.05, 1000)
+    assert (twice > limits[26]).mean() > 0.99
+
+
+def test_flips_beside_no_noise_are_a_twentieth_and_what_chance_adds() -> None:
+    assert flips_beside_noise(10_000, 0, 10_000) == pytest.approx(500, abs=80)
+    assert flips_beside_noise(10_000, 0, 10_000) > 500
+    assert flips_beside_noise(5, 5, 5) == 5
+    assert flips_beside_noise(50_000, 2_500, 50_000) == pytest.approx(3_750, rel=0.1)
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0])
@@ -186,3 +265,27 @@ def test_forks_are_counted_and_must_have_been_likely() -> None:
     assert (found["identical"], found["first_differences"]) == (2, [1, 3])
     assert not generation_level(Generated(8, (None, Fork(3, 0.5, 0.2)), 1.0), quiet)["pass"]
     assert not generation_level(Generated(8, (fork,) * 20, 1.0), quiet)["pass"]
+
+
+def test_answers_of_another_model_fail_though_it_predicts_that_they_part() -> None:
+    """The further a pair is apart, the more partings its own margins predict; llama.cpp's own noise does not grow."""
+    floor = Generated(8, (*(Fork(index, 0.1, 0.2) for index in (0, 2, 4, 6) * 4), *(None,) * 24), 15.5)
+    far = Generated(8, (*(Fork(index, 0.1, 9.0) for index in (0, 1, 2, 4) * 9), *(None,) * 4), 33.0)
+    found = generation_level(far, floor)
+    assert found["positions"] == 9 * (1 + 2 + 3 + 5) + 4 * 8
+    assert len(far.parted) < flips_limit(33.0)
+    assert not found["pass"]
+    assert found["tolerance"]["forks"] == found["tolerance"]["forks_beside_noise"] < 36
+    assert generation_level(floor, floor)["pass"]
+    half_as_many_again = Generated(8, (*(Fork(index, 0.1, 0.2) for index in (0, 2, 4, 6) * 6), *(None,) * 16), 15.5)
+    assert generation_level(half_as_many_again, floor)["pass"]
+
+
+def test_tokens_that_flip_far_more_often_than_by_noise_fail_though_it_is_predicted() -> None:
+    a = logits(600)
+    near, far = (logit_rows(a, a + np.float32(size) * noise(*a.shape)) for size in (0.1, 0.6))
+    found = decisions_level(far, (), near, ())
+    assert found["flips"] < flips_limit(found["flips_predicted"])
+    assert found["flips"] > found["tolerance"]["flips"] == found["tolerance"]["flips_beside_noise"]
+    assert not found["pass"]
+    assert decisions_level(near, (), near, ())["pass"]

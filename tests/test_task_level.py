@@ -15,7 +15,7 @@ from capabilities.tolerances import OPTIONS_SPREAD_LIMIT
 from swarmnode.equivalence import task as module
 from swarmnode.equivalence.passes import WINDOW, decode, windows_of
 from swarmnode.equivalence.run import run_equivalence
-from swarmnode.equivalence.task import SEQUENCE_MAX, TOGETHER, answer, options_of, read_windows
+from swarmnode.equivalence.task import SEQUENCE_MAX, TOGETHER, answer, options_of, read_windows, windows_to_predict
 from swarmnode.equivalence.text import bundled_questions, bundled_text
 from tests.expert_models import quiet, tiny_file
 
@@ -127,6 +127,13 @@ def test_windows_in_one_batch_are_windows_alone() -> None:
     found = read_windows(model, windows, lambda _: None)
     assert len(found) == 10 * (WINDOW - 1) + 6
     assert found == pytest.approx(np.concatenate(alone), abs=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [16, WINDOW - 1, WINDOW, 10 * WINDOW])
+def test_as_many_tokens_are_predicted_as_were_asked_for(tokens: int) -> None:
+    windows = windows_to_predict(tiny().vocabulary, bundled_text(), tokens)
+    assert sum(len(window) - 1 for window in windows) == tokens
+    assert all(len(window) <= WINDOW for window in windows)
 
 
 def test_an_answer_is_as_likely_as_its_tokens_after_the_question() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from rich.padding import Padding
 from rich.table import Table
 
 from swarmnode.cli.render import console as open_console
-from swarmnode.equivalence.figures import figures_of, operators_by_cause, short
+from swarmnode.equivalence.figures import figures_of, first_choice_words, operators_by_cause, short
 from swarmnode.equivalence.page import pair_words, restart_words
 from swarmnode.printable import printable_line
 
@@ -44,11 +45,13 @@ def print_equivalence(result: Mapping[str, Any]) -> None:
             console.print(_operators(level))
             console.print("what differences come from:")
             for line in _causes(level):
-                console.print(f"  {line}")
+                console.print(Padding(line, (0, 0, 0, 2)))
             for note in level["skipped"]:
-                console.print(f"  left out: {printable_line(note)}")
+                console.print(Padding(f"left out: {printable_line(note)}", (0, 0, 0, 2)))
             continue
         console.print(_figures(level))
+        if level["level"] == "decisions" and (words := first_choice_words(level)):
+            console.print(words)
         for which, parted in level.get("divergence", {}).items():
             if parted is not None:
                 console.print(f"on the same rows, {DIVERGENCE[which]}: {_parted(parted)}")
@@ -77,12 +80,13 @@ def print_matrix(result: Mapping[str, Any]) -> None:
 
 def _operators(level: Mapping[str, Any]) -> Table:
     """Narrow enough for 80 columns: figures that are cut off say nothing."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("operator", "weights", "length", "largest", "rel. L2", "cosine", "limit", "A to q8", "B to q8"):
-        table.add_column(name, no_wrap=True, justify="left" if name in ("operator", "weights") else "right")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for name in ("", "operator", "weights", "length", "largest", "rel. L2", "cosine", "limit", "A to q8", "B to q8"):
+        table.add_column(name, no_wrap=True, justify="left" if name in ("", "operator", "weights") else "right")
     for row in level["ops"]:
         rounded = row.get("to_rounded")
         table.add_row(
+            WORDS[row["pass"]],
             row["op"],
             row["type"] or "-",
             str(row["length"]),

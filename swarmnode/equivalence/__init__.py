@@ -5,6 +5,7 @@
     restarts   kernels whose process ended, started anew
     recipes    what the level op computes, by name, so that another machine can compute the same
     ops        the level op: single operators, by weight type and batch width
+    roundings  what a side rounds activations to, as its products show
     causes     what an operator's difference comes from, by a reference with switches
     splits     one model in llama.cpp whose experts two targets compute in turn
     shared     a side's experts on two machines: those that a peer holds, and the rest
@@ -17,5 +18,5 @@
     matrix     every pair of the swarm's peers; kept: the last one
     figures    a level's figures in words; page: the report to look at, with charts
 
-Figures and verdicts are in capabilities/equivalence.py and task_level.py, limits in capabilities/tolerances.py.
+Figures and verdicts are in capabilities/equivalence.py, generation_level.py and task_level.py, limits in tolerances.py.
 """

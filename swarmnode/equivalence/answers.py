@@ -16,8 +16,9 @@ import numpy as np
 
 from backends.experts import F32, I32
 from backends.llama import LlamaModel, LlamaSettings
-from capabilities.equivalence import Fork, Generated, generation_level, logit_rows, predicted_flips
+from capabilities.equivalence import logit_rows, predicted_flips
 from capabilities.errors import UsageError
+from capabilities.generation_level import Fork, Generated, generation_level
 from swarmnode.equivalence.splits import Split
 
 Progress = Callable[[str, int, int], None]

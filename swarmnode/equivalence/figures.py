@@ -118,6 +118,15 @@ def _choice(first: Level | None) -> str:
     return "none" if first is None else f"layer {first['layer']}, token {first['token']}"
 
 
+def first_choice_words(level: Level) -> str | None:
+    """Of the level decisions: the first choice of a router that differs, with what each side's would be."""
+    first = level["routing"]["first"]
+    if first is None:
+        return None
+    a, b = (", ".join(map(str, first[side])) for side in ("experts_a", "experts_b"))
+    return f"routers by themselves differ first in {_choice(first)}: A's chooses experts {a}, B's {b}"
+
+
 def _generation(level: Level) -> list[Figure]:
     noise, limits = level["noise_floor"], level["tolerance"]
     parted = [each["prompts"] - each["identical"] for each in (level, noise)]
@@ -126,6 +135,7 @@ def _generation(level: Level) -> list[Figure]:
         Figure(f"answers that part, of {level['prompts']}", str(parted[0]), str(parted[1]), f"{limits['forks']:.1f}"),
         Figure("predicted from the margins", f"{level['forks_predicted']:.1f}", f"{noise['forks_predicted']:.1f}"),
         Figure("partings through the gate", str(level["forks_through_the_gate"]), "", "0"),
+        Figure("tokens compared", str(level["positions"]), str(noise["positions"])),
         *(
             Figure(f"part at {words}", str(count), str(other))
             for (words, count), (_, other) in zip(ours, theirs, strict=True)

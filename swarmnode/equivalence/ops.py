@@ -2,28 +2,34 @@
 
 A product is compared for every weight type and several lengths of its sums. Beside the pair's own difference stands how
 far each side is from the exact product and from one whose activations were rounded as ggml's CPU kernels round them:
-most of a CPU's distance to exact arithmetic is those eight bits. Each side must be near one of the two by itself, so
-that the rounding of one side hides nothing of the other. What the difference comes from is told in causes.py.
+most of a CPU's distance to exact arithmetic is those eight bits. Each side must be near a reference by itself, so that
+the rounding of one side hides nothing of the other; how each one rounds is read off its rows (roundings.py). What the
+difference comes from is told in causes.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
 from backends.experts import F32
 from backends.gguf_types import GGML_TYPES
 from backends.probe_weights import WEIGHT_TYPES
-from capabilities.equivalence import Difference, difference, worst
+from capabilities.equivalence import Difference, difference, number, worst
 from capabilities.errors import UnsupportedModel
-from capabilities.precision import Precision
-from capabilities.tolerances import RowLimits, element_limits, product_limits, row_limits
+from capabilities.tolerances import RowLimits, element_limits, row_limits
 from swarmnode.equivalence.causes import attribute
 from swarmnode.equivalence.recipes import AFAR_WIDTHS, GATED_LENGTH, ROW_LENGTHS, ROW_OPERATORS, Recipe, Sizes
+from swarmnode.equivalence.roundings import Shown, limits_of, shown_by
 from swarmnode.equivalence.targets import EXACT, ROUNDED, Target, find_target
 
 Progress = Callable[[str, int, int], None]
+
+TOLERANCE: Final = (
+    "on the relative L2 of the median row and of the worst: it grows with the length of the sums, and with what both "
+    "sides' own rows show that activations are rounded to"
+)
 
 
 def op_level(a: Target, b: Target, sizes: Sizes, progress: Progress) -> dict[str, Any]:
@@ -33,29 +39,30 @@ def op_level(a: Target, b: Target, sizes: Sizes, progress: Progress) -> dict[str
         UnsupportedModel: no weight type is known to both.
     """
     numbers = [kind for kind in WEIGHT_TYPES if GGML_TYPES[kind].name in sizes.types]
-    rows: list[dict[str, Any]] = []
+    found: list[_Found] = []
     skipped: list[str] = []
     for done, kind in enumerate(numbers):
         progress(f"op: products of {GGML_TYPES[kind].name}", done, len(numbers) + 1)
         try:
-            rows += _products(a, b, kind, sizes)
+            found += _products(a, b, GGML_TYPES[kind].name, sizes)
         except UnsupportedModel as error:
             skipped.append(f"matmul {GGML_TYPES[kind].name}: {error.message}")
-    if not rows:
+    if not found:
         raise UnsupportedModel(f"{a.name} and {b.name} share no weight type: {'; '.join(skipped)}")
     progress("op: single values and rows", len(numbers), len(numbers) + 1)
-    rows.append(_gated(a, b, sizes))
+    found.append(_gated(a, b, sizes))
     if a.computes_rows and b.computes_rows:
-        rows += _rows(a, b, sizes)
+        found += _rows(a, b, sizes)
     else:
         skipped.append("softmax, rms_norm: a backend of experts alone computes neither")
     skipped += [f"matmul {name}: weights of this type cannot be made up" for name in sizes.types if not _is_known(name)]
+    rows = [each.row for each in found]
     failed = [row for row in rows if not row["pass"]]
     return {
         "level": "op",
         "pass": not failed,
-        "tolerance": "in each row: it grows with the length of the sums and with what activations are rounded to",
-        "reason": f"{len(failed)} of {len(rows)} operators, first {_reason(failed[0])}" if failed else _within(rows),
+        "tolerance": {"text": TOLERANCE, "limits": [limits for each in found for limits in each.limits]},
+        "reason": f"{len(failed)} of {len(rows)} operators, first {failed[0]['reason']}" if failed else _within(rows),
         "widths": list(sizes.widths),
         "references_apart": max((row["references_apart"] for row in rows if "references_apart" in row), default=None),
         "ops": rows,
@@ -69,85 +76,124 @@ def _is_known(name: str) -> bool:
 
 def _within(rows: Sequence[Mapping[str, Any]]) -> str:
     """Where nothing failed: how near it was."""
-    shares = [
-        max(row[f"{which}_relative_l2"] / row["tolerance"][f"{which}_relative_l2"] for which in ("median", "worst"))
-        for row in rows
-    ]
-    nearest = max(range(len(rows)), key=shares.__getitem__)
-    what = f"nearest {_what(rows[nearest])}, at {shares[nearest]:.0%}"
+    nearest = max(rows, key=lambda row: row["limit_share"])
+    what = f"nearest {what_of(nearest)}, at {nearest['limit_share']:.0%}"
     return f"all {len(rows)} operators are within their limits, {what}"
 
 
-def _what(row: Mapping[str, Any]) -> str:
+def what_of(row: Mapping[str, Any]) -> str:
+    """An operator in words."""
     return f"{' '.join(str(row[key]) for key in ('op', 'type') if row[key])} over {row['length']} values"
 
 
-def _reason(row: Mapping[str, Any]) -> str:
-    what = _what(row)
-    for which in ("median", "worst"):
-        found, limit = row[f"{which}_relative_l2"], row["tolerance"][f"{which}_relative_l2"]
-        if found > limit:
-            return f"{what}: the {which} row is off by {found:.2g}, with a limit of {limit:.2g}"
-    alone = next(side for side, fine in row["alone"].items() if not fine)
-    nearest = min(row["to_exact"][alone], row["to_rounded"][alone])
-    return f"{what}: {alone.upper()} is {nearest:.2g} away from the nearest reference, more than its rounding explains"
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """One operator. row: of the report; limits: of its tolerance, one for batch widths that share one."""
+
+    row: dict[str, Any]
+    limits: list[dict[str, Any]]
 
 
 # -- products ---------------------------------------------------------------------------------------------------------
 
 
-def _products(a: Target, b: Target, kind: int, sizes: Sizes) -> Iterator[dict[str, Any]]:
-    sides = [("a", a), ("b", b)]
-    weights = GGML_TYPES[kind]
-    measured = {side: target.precision(weights.name) for side, target in sides}
+def _products(a: Target, b: Target, kind: str, sizes: Sizes) -> Iterator[_Found]:
+    said = {side: asdict(target.precision(kind)) for side, target in (("a", a), ("b", b))}
     for length in sizes.lengths:
-        recipe = Recipe("matmul", weights.name, length, sizes.widths)
-        terms = recipe.values
-        of_a, of_b = a.outputs(recipe), b.outputs(recipe)
+        recipe = Recipe("matmul", kind, length, sizes.widths)
+        outputs = {"a": a.outputs(recipe), "b": b.outputs(recipe)}
         exact, rounded = (find_target(name).outputs(recipe) for name in (EXACT, ROUNDED))
-        limits = product_limits(weights.name, weights.block, terms, measured["a"].source, measured["b"].source)
-        row = _row(recipe, terms, of_a, of_b, limits)
-        row["measured"] = {side: asdict(verdict) for side, verdict in measured.items()}
-        row |= {"to_exact": {}, "to_rounded": {}, "alone": {}}
+        shown = {
+            side: [shown_by(recipe, each, at) for at, each in enumerate(results)] for side, results in outputs.items()
+        }
+        pairs = list(zip(shown["a"], shown["b"], strict=True))
+        limits = [limits_of(recipe, *pair) for pair in pairs]
+        sources = [{side: each.rounding.source.value for side, each in zip("ab", pair, strict=True)} for pair in pairs]
+        found = _compared(recipe, recipe.values, (outputs["a"], outputs["b"]), limits, sources)
+        row = found.row
+        row["measured"] = said
         row["references_apart"] = _difference(exact, rounded).relative_l2
-        for side, outputs in (("a", of_a), ("b", of_b)):
-            source = measured[side].source
-            to_exact, to_rounded = _difference(exact, outputs), _difference(rounded, outputs)
-            row["to_exact"][side], row["to_rounded"][side] = to_exact.relative_l2, to_rounded.relative_l2
-            row["alone"][side] = to_rounded.within(
-                product_limits(weights.name, weights.block, terms, source, source)
-            ) or to_exact.within(product_limits(weights.name, weights.block, terms, source, Precision.F32))
+        row["to_exact"] = {side: _difference(exact, results).relative_l2 for side, results in outputs.items()}
+        row["to_rounded"] = {side: _difference(rounded, results).relative_l2 for side, results in outputs.items()}
+        row["alone"] = {side: all(each.fits for each in of_side) for side, of_side in shown.items()}
         row["pass"] = row["pass"] and all(row["alone"].values())
-        yield row | attribute(recipe, of_a, of_b, (a.setting, b.setting))
+        row["reason"] = row["reason"] or _alone(recipe, row, shown)
+        yield _Found(row | attribute(recipe, outputs["a"], outputs["b"], (a.setting, b.setting)), found.limits)
+
+
+def _alone(recipe: Recipe, row: Mapping[str, Any], shown: Mapping[str, Sequence[Shown]]) -> str | None:
+    """Why a side fails by itself."""
+    for side, of_side in shown.items():
+        for width, each in zip(recipe.widths, of_side, strict=True):
+            if not each.fits:
+                left = each.left.median_relative_l2
+                return (
+                    f"{what_of(row)}: {side.upper()} is {left:.2g} away from the nearest reference in batches of "
+                    f"{width}, more than its rounding explains"
+                )
+    return None
 
 
 def _difference(a: Sequence[F32], b: Sequence[F32]) -> Difference:
     return worst([difference(one, other) for one, other in zip(a, b, strict=True)])
 
 
-def _row(recipe: Recipe, length: int, of_a: Sequence[F32], of_b: Sequence[F32], limits: RowLimits) -> dict[str, Any]:
-    at_width = [difference(one, other) for one, other in zip(of_a, of_b, strict=True)]
-    found = worst(at_width)
-    return {
-        "op": recipe.op,
-        "type": recipe.type or None,
-        "length": length,
-        "worst_width": recipe.widths[max(range(len(at_width)), key=lambda at: at_width[at].relative_l2)],
-        "pass": found.within(limits),
-        "tolerance": asdict(limits),
-        **asdict(found),
+def _compared(
+    recipe: Recipe,
+    length: int,
+    results: tuple[Sequence[F32], Sequence[F32]],
+    limits: Sequence[RowLimits],
+    sources: Sequence[Mapping[str, str]] | None = None,
+) -> _Found:
+    """A and B at each batch width within that width's limits. sources: what both sides round to there."""
+    at_width = [difference(one, other) for one, other in zip(*results, strict=True)]
+    shares = [max(shares_of(found, limit)) for found, limit in zip(at_width, limits, strict=True)]
+    nearest = max(range(len(shares)), key=shares.__getitem__)
+    row = {"op": recipe.op, "type": recipe.type or None, "length": length}
+    fits = all(found.within(limit) for found, limit in zip(at_width, limits, strict=True))
+    reason = None if fits else _over(row, recipe.widths[nearest], at_width[nearest], limits[nearest])
+    groups: dict[str, dict[str, Any]] = {}
+    for at, (width, limit) in enumerate(zip(recipe.widths, limits, strict=True)):
+        source = {"a": None, "b": None} if sources is None else sources[at]
+        group = {**row, "widths": [], "source": source, **asdict(limit)}
+        groups.setdefault(repr(group), group)["widths"].append(width)
+    found = {
+        **row,
+        "worst_width": recipe.widths[nearest],
+        "pass": fits,
+        "reason": reason,
+        "limit_share": number(shares[nearest]),
+        "tolerance": asdict(limits[nearest]),
+        **asdict(worst(at_width)),
     }
+    return _Found(found, list(groups.values()))
+
+
+def shares_of(found: Difference, limits: RowLimits) -> tuple[float, float]:
+    """Of its limit that each figure takes: the median row's, and the worst one's."""
+    return found.median_relative_l2 / limits.median_relative_l2, found.worst_relative_l2 / limits.worst_relative_l2
+
+
+def _over(row: Mapping[str, Any], width: int, found: Difference, limits: RowLimits) -> str:
+    median, worst_row = shares_of(found, limits)
+    which, off, limit = (
+        ("median", found.median_relative_l2, limits.median_relative_l2)
+        if median > 1 or median > worst_row
+        else ("worst", found.worst_relative_l2, limits.worst_relative_l2)
+    )
+    batches = f"in batches of {width} rows"
+    return f"{what_of(row)}: the {which} row is off by {off:.2g} {batches}, with a limit of {limit:.2g}"
 
 
 # -- what has no weights ----------------------------------------------------------------------------------------------
 
 
-def _gated(a: Target, b: Target, sizes: Sizes) -> dict[str, Any]:
+def _gated(a: Target, b: Target, sizes: Sizes) -> _Found:
     recipe = Recipe("swiglu", "", GATED_LENGTH, sizes.widths)
     return _without_weights(a, b, recipe, element_limits())
 
 
-def _rows(a: Target, b: Target, sizes: Sizes) -> Iterator[dict[str, Any]]:
+def _rows(a: Target, b: Target, sizes: Sizes) -> Iterator[_Found]:
     widths = sizes.widths if a.afar is None and b.afar is None else AFAR_WIDTHS
     for width in ROW_LENGTHS:
         for op in ROW_OPERATORS:
@@ -155,7 +201,7 @@ def _rows(a: Target, b: Target, sizes: Sizes) -> Iterator[dict[str, Any]]:
             yield _without_weights(a, b, recipe, row_limits(width))
 
 
-def _without_weights(a: Target, b: Target, recipe: Recipe, limits: RowLimits) -> dict[str, Any]:
+def _without_weights(a: Target, b: Target, recipe: Recipe, limits: RowLimits) -> _Found:
     of_a, of_b = a.outputs(recipe), b.outputs(recipe)
-    row = _row(recipe, recipe.length, of_a, of_b, limits)
-    return row | attribute(recipe, of_a, of_b, (a.setting, b.setting))
+    found = _compared(recipe, recipe.length, (of_a, of_b), [limits] * len(recipe.widths))
+    return _Found(found.row | attribute(recipe, of_a, of_b, (a.setting, b.setting)), found.limits)

@@ -13,7 +13,7 @@ from typing import Any, Final
 from backends.atomic_file import replacing
 from capabilities.errors import UsageError
 from swarmnode.equivalence.charts import drift_curve, fork_histogram, margin_histogram
-from swarmnode.equivalence.figures import cause_of, figures_of, short
+from swarmnode.equivalence.figures import cause_of, figures_of, first_choice_words, short
 from swarmnode.equivalence.targets import EXACT, ROUNDED
 
 _SHADES: Final = {True: "near", False: "far", None: "none"}  # blue, orange, grey: told apart by all eyes
@@ -204,7 +204,8 @@ def _layer(level: Mapping[str, Any]) -> str:
 
 
 def _decisions(level: Mapping[str, Any]) -> str:
-    return margin_histogram(level) + _figures(level)
+    words = first_choice_words(level)
+    return margin_histogram(level) + _figures(level) + (f"<p>{escape(words)}.</p>" if words else "")
 
 
 def _generation(level: Mapping[str, Any]) -> str:

@@ -44,7 +44,7 @@ class _Option:
 
 
 def task(split: Split, text: str, tokens: int, progress: Progress) -> dict[str, Any]:
-    """Compare `tokens` tokens of the text, and every question.
+    """Compare how likely `tokens` tokens of the text are, and every question.
 
     Raises:
         UsageError: the text has fewer tokens.
@@ -61,7 +61,7 @@ def task(split: Split, text: str, tokens: int, progress: Progress) -> dict[str, 
     options: list[F64] = []
     for name, open_side in sides:
         with open_side(settings) as model:
-            windows = windows_of(model.vocabulary, text, tokens)
+            windows = windows_to_predict(model.vocabulary, text, tokens)
             asked = [options_of(model.vocabulary, *question) for question in bundled_questions()]
             steps = len(windows) + len(asked)
             report = partial(_report, progress, name, steps)
@@ -73,6 +73,15 @@ def task(split: Split, text: str, tokens: int, progress: Progress) -> dict[str, 
 
 def _report(progress: Progress, name: str, steps: int, done: int) -> None:
     progress(name, done, steps)
+
+
+def windows_to_predict(vocabulary: Vocabulary, text: str, tokens: int) -> list[I32]:
+    """Windows in which so many tokens have one before them: nothing predicts a window's first.
+
+    Raises:
+        UsageError: the text has too few.
+    """
+    return windows_of(vocabulary, text, tokens + -(-tokens // (WINDOW - 1)))
 
 
 def read_windows(model: LlamaModel, windows: Sequence[I32], progress: Callable[[int], None]) -> F64:
