@@ -244,13 +244,16 @@ async def test_sums_in_half_precision_make_a_worker_unfit_and_its_output_ranks_m
 
 
 async def test_single_precision_of_another_make_is_fit_and_of_another_class(tmp_path: Path) -> None:
+    """And an answer says so, once that is known."""
     async with audited(tmp_path) as swarm:
-        await swarm.hear("before")
+        before = await swarm.hear("before")
         assert swarm.member.agreement is not None
         assert swarm.member.agreement.bit_identical
         swarm.switch.kind = "single"
         await swarm.work_until(lambda: not swarm.member.agreement.bit_identical, tokens=180)  # type: ignore[union-attr]
         assert (swarm.member.fitness, swarm.audits()["differed"]) == ("fit", 0)
+        after = await swarm.hear("after")
+        assert [heard.end.mixed for heard in (before, after)] == [False, True]  # type: ignore[union-attr]
 
 
 async def test_who_differs_from_itself_within_tolerance_is_measured_and_not_accused(tmp_path: Path) -> None:

@@ -49,9 +49,10 @@ def make_routing(
         member = members.by_peer[PeerId(peer)]
         assert member.link is not None
         answering[peer] = member, member.link
-    known |= {
-        peer: kind for peer, (member, _) in answering.items() if (kind := numeric_class(member, members.own_class()))
-    }
+    for peer, (member, _) in answering.items():
+        known.pop(peer, None)  # audits may have shown that what was known of it holds no more
+        if (kind := numeric_class(member, members.own_class())) is not None:
+            known[peer] = kind
     classes = {OWN_COPY: OWN_CLASS, **known} if coverage.own_copy else dict(known)
     speeds = {
         peer: PeerSpeed(

@@ -59,7 +59,7 @@ class LayerTiming:
 @dataclass
 class FailoverStatistics:
     """Counters since the start: peers that failed or were late in the middle of a layer, peers that were asked because
-    another was slow, rows of the leader's own copy, and steps that more than one numeric class had a part in."""
+    another was slow, rows of the leader's own copy, and steps in which a peer of another numeric class stood in."""
 
     failures: int = 0
     hedges: int = 0
@@ -72,7 +72,7 @@ class RemoteExperts:
 
     `set_routing`, `begin_request` and `end_request` are called on the event loop, the rest on the decode thread.
     `own` answers where the routing says so. `mixed`: in the present step, or the last one, a peer took part that is not
-    known to be of the leader's own numeric class, or stood in for one of another.
+    known to be of the leader's own numeric class.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class RemoteExperts:
         self.timing = LayerTiming()
         self.failover = FailoverStatistics()
         self.tap: AuditTap | None = None  # who looks at answers
-        self.mixed = False
+        self.mixed = self._stood_in = False
         self.give_up: Callable[[], SwarmError | None] = lambda: None
 
     # -- event loop ---------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class RemoteExperts:
     def begin_step(self, requests: Sequence[str]) -> None:
         """Drop what an aborted step left open."""
         self._open.clear()
-        self.mixed = False
+        self.mixed = self._stood_in = False
         if self.tap is not None:
             self.tap.begin_step(requests)
 
@@ -267,8 +267,9 @@ class RemoteExperts:
                 self._look_at_the_clock(flight)
         if flight.eager:
             self._keep_owed(flight)
-        if not self.mixed and (exchange.mixed or flight.routing.is_mixed(exchange.computed)):
-            self.mixed = True
+        self.mixed = self.mixed or flight.routing.is_mixed(exchange.computed)
+        if exchange.mixed and not self._stood_in:
+            self._stood_in = True
             self.failover.mixed_steps += 1
         return flight
 
