@@ -54,8 +54,8 @@ _ALONG_HALVES: Final = 1 / 2  # of h, where a hot neuron makes sums themselves l
 _FLIP_TIMES: Final = 2.0
 # What a known coarse arithmetic leaves of an error. One that knows nothing of it leaves all, and more; its own leaves a
 # thousandth, or a code or two at ties.
-_WELL_EXPLAINED: Final = 1 / 8
-_EXPLAINED: Final = 1 / 2
+WELL_EXPLAINED: Final = 1 / 8
+EXPLAINED: Final = 1 / 2
 _FEW: Final = 8  # of more, the median of h is no luck
 _ODD_ASKS: Final = 1 / 2  # of an answer's rows: fewer convict nobody, and to take rows apart takes long
 _TAKEN_APART: Final = 4  # rows that meet everything: a second or two for large experts
@@ -143,8 +143,8 @@ def _grade_far(y: F64, from_own: F64, own: F64, references: RowReferences, terms
     if wrong.any() or odd.sum() > _ODD_ASKS * len(odd):
         rows = np.flatnonzero(odd)
         share = _unexplained(y, exact, references, rows)
-        wrong[rows[share <= _EXPLAINED]] = False
-        odd[rows[share <= _WELL_EXPLAINED]] = False
+        wrong[rows[share <= EXPLAINED]] = False
+        odd[rows[share <= WELL_EXPLAINED]] = False
     excused = wrong & (nearest <= np.minimum(_FLIP_TIMES * _rounding(references), SAME_WORST_LIMIT))
     if excused.sum() <= agreeing + (~wrong).sum():  # else it is no accident of single rows
         wrong &= ~excused
@@ -171,20 +171,21 @@ def _unexplained(y: F64, exact: F64, references: RowReferences, rows: NDArray[np
     first = np.unique(np.linspace(0, len(rows) - 1, _TAKEN_APART).astype(np.intp))
     by, shares = np.full(len(first), -1), np.full(len(first), np.inf)
     for way, coarse in references.coarse(rows[first], None):
-        share = _share(y[rows[first]], exact[rows[first]], coarse)
+        share = unexplained(y[rows[first]], exact[rows[first]], coarse)
         by, shares = np.where(share < shares, way, by), np.fmin(share, shares)
-        if (shares <= _WELL_EXPLAINED).all():
+        if (shares <= WELL_EXPLAINED).all():
             break
     least[first] = shares
     others = np.setdiff1d(np.arange(len(rows)), first)
-    ways = set(by[shares <= _EXPLAINED].tolist())
+    ways = set(by[shares <= EXPLAINED].tolist())
     if ways and len(others):
         for _, coarse in references.coarse(rows[others], ways):
-            least[others] = np.fmin(least[others], _share(y[rows[others]], exact[rows[others]], coarse))
+            least[others] = np.fmin(least[others], unexplained(y[rows[others]], exact[rows[others]], coarse))
     return least
 
 
-def _share(y: F64, exact: F64, coarse: NDArray[Any]) -> F64:
+def unexplained(y: NDArray[Any], exact: F64, coarse: NDArray[Any]) -> F64:
+    """Of how far each row of y is off from the exact one: the share that this coarse arithmetic is not off by, too."""
     c = coarse.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         share: F64 = np.linalg.norm(y - c, axis=1) / np.linalg.norm(c - exact, axis=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -43,6 +43,21 @@ class RoundsInBlocks(NumpyExperts):
 
     def _multiply(self, a: Rows, weight: Rows, kind: GGMLQuantizationType) -> Rows:
         return rounded_in_blocks(np.asarray(a, np.float32), self._block) @ weight.T
+
+
+class Rounds(NumpyExperts):
+    """Rounds what its products take, by their number in the program."""
+
+    def __init__(self, roundings: list[Callable[[F32], F32] | None], *, as_kernels: bool = False) -> None:
+        super().__init__("float32", quantize_activations=as_kernels)
+        self._roundings = roundings
+        self._product = 0
+
+    def _multiply(self, a: Rows, weight: Rows, kind: GGMLQuantizationType) -> Rows:
+        rounding = self._roundings[self._product % len(self._roundings)]
+        self._product += 1
+        values = np.asarray(a, np.float32)
+        return super()._multiply(values if rounding is None else rounding(values), weight, kind)
 
 
 class ChangesWithWidth(ExpertBackend):

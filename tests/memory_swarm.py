@@ -82,7 +82,13 @@ class Reference:
                 return Precision.F32
             return Precision.F16 if same_function(off) else Precision.UNKNOWN
 
-        return Crafted(ordinary, judge)
+        async def explains(answer: F32) -> bool:
+            return False
+
+        return Crafted(ordinary, judge, explains)
+
+    async def explains(self, layer: LayerExperts, experts: Sequence[int], rows: F32, holder: PeerId) -> bool:
+        return False
 
 
 class Judge:

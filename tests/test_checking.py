@@ -15,6 +15,7 @@ from trio.testing import MockClock
 from backends.activations import dequantize_q8_0, quantize_q8_0
 from backends.device import Device
 from backends.experts import F32, ExpertBackend, GgmlExperts
+from backends.known_roundings import ROUNDINGS
 from backends.numpy_reference import NumpyExperts
 from capabilities.precision import Precision
 from capabilities.verdict import MemoryBoard
@@ -27,6 +28,7 @@ from swarmnode.leader.report import placement_json
 from swarmnode.net.interface import PeerId
 from tests.expert_models import take_apart
 from tests.fault_tools import honest
+from tests.kernel_models import Rounds
 from tests.memory_swarm import LAYERS, MODEL, Lab, Stay, leader_lab
 
 OUTPUT = max(LAYERS)  # of two layers, the last
@@ -131,6 +133,30 @@ async def test_the_reference_judges_real_backends(quantisation: str, rounded: bo
     assert await verdict(GgmlExperts(Device("CPU", threads=1), repack=False)) is Precision.F32
     assert await verdict(NumpyExperts("float32")) is Precision.F32
     assert await verdict(NumpyExperts("float32"), of=4) is Precision.UNKNOWN
+
+
+@pytest.mark.parametrize("name", ["e5m2", "codes by row", "bf16 cut off", "mxfp4"])
+async def test_rows_of_coarse_activations_are_known_for_it_and_others_are_not(name: str) -> None:
+    """Of every expert that the probe names, and of crafted ones."""
+    model = take_apart("olmoe", "q4_0")
+    reference = ProbeReference(model.manifest, model.source, Device("CPU", threads=1))
+    layer, held, somebody = model.layer, [0, 1, 2, 3, 5, 6], PeerId("somebody")
+    backend = Rounds([ROUNDINGS[name]])
+    model.load(backend)
+    x = reference.activations(layer)
+    rows = backend.compute(layer.layer, x, np.zeros(len(held), np.int32), np.array(held, np.int32))
+    assert await reference.explains(layer, held, rows, somebody)
+    assert not await reference.explains(layer, held, np.roll(rows, 1, axis=0), somebody)
+    one_wrong = rows.copy()
+    one_wrong[4] *= np.float32(1.2)
+    assert not await reference.explains(layer, held, one_wrong, somebody)
+
+    ordinary = np.random.default_rng(1).standard_normal((16, layer.n_in), np.float32)
+    crafted = await reference.crafted(layer, 3, somebody, ordinary, 5, rounded=False)
+    tokens = np.arange(16, dtype=np.int32)
+    answer = backend.compute(layer.layer, crafted.x, tokens, np.full(16, 3, np.int32))
+    assert await crafted.explains(answer)
+    assert not await crafted.explains(answer * np.float32(1.2))
 
 
 # -- before a worker serves --------------------------------------------------------------------------------------------

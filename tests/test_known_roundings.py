@@ -12,11 +12,11 @@ from gguf import GGMLQuantizationType
 from backends.device import Device
 from backends.experts import F32, I32, GgmlExperts
 from backends.known_roundings import ROUNDINGS, to_codes, to_codes_with_offset, to_float
-from backends.numpy_functions import Rows, round_activations
+from backends.numpy_functions import round_activations
 from backends.numpy_reference import NumpyExperts
 from capabilities.row_grades import Grade
 from scheduler.audit_tests import ODD
-from tests.kernel_models import RoundsInBlocks
+from tests.kernel_models import Rounds, RoundsInBlocks
 from tests.test_row_grades import IDS, PROGRAM, ROWS, TOKENS, Expert, expert
 
 Rounding = Callable[[F32], F32]
@@ -91,21 +91,6 @@ def test_each_rounds_rows_by_themselves_and_keeps_zeros(name: str) -> None:
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
-
-
-class Rounds(NumpyExperts):
-    """Rounds what its products take, by their number in the program."""
-
-    def __init__(self, roundings: list[Rounding | None], *, as_kernels: bool = False) -> None:
-        super().__init__("float32", quantize_activations=as_kernels)
-        self._roundings = roundings
-        self._product = 0
-
-    def _multiply(self, a: Rows, weight: Rows, kind: GGMLQuantizationType) -> Rows:
-        rounding = self._roundings[self._product % len(self._roundings)]
-        self._product += 1
-        values = np.asarray(a, np.float32)
-        return super()._multiply(values if rounding is None else rounding(values), weight, kind)
 
 
 def is_honest(made: Expert, rows: F32) -> None:

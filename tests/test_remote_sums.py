@@ -261,6 +261,9 @@ class Known:
     async def expected(self, _layer: object, experts: Sequence[int], _holder: object) -> F32:
         return rows(self.activations(None), np.array([experts], np.int32))[0]
 
+    async def explains(self, *_about: object) -> bool:
+        return False
+
 
 async def prove(swarm: Trio, *, partial_sums: bool) -> bool:
     held = {LAYER.layer: tuple(ALL)}

@@ -5,15 +5,16 @@ this node's own computation from the experts' bytes, which a leader without the 
 say that they are right, whoever sends them). Where the swarm combines by partial sums, the sum of one layer's rows
 is asked for and compared too. Only then does an epoch begin, and only then is the swarm ready.
 
-A worker whose kernels round otherwise passes, too, as long as it computes the same function; whether its sums are
-precise enough for output ranks is then asked with crafted rows (checking.py).
+A worker whose kernels round otherwise passes, too, as long as it computes the same function, or rounds activations in
+one of the coarse ways that are known; whether it is precise enough for output ranks is then asked with crafted rows
+(checking.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Protocol
 
@@ -21,14 +22,17 @@ import numpy as np
 import trio
 
 from backends.activations import dequantize_q8_0, quantize_q8_0
+from backends.coarse_experts import coarse_rows
 from backends.crafted_rows import crafted_rows, references
 from backends.device import Device
-from backends.experts import F32, I32, GgmlExperts
+from backends.experts import F32, I32, GgmlExperts, ReadSlice
 from backends.manifest import ExpertSource, LayerExperts, Manifest
+from backends.numpy_reference import NumpyExperts
 from backends.program import ExpertProgram
 from capabilities.agreement import MEDIAN_LIMIT, Agreement, compare, same_function, within_tolerance
 from capabilities.errors import ExpertsUnavailable, SwarmError
 from capabilities.precision import Precision
+from capabilities.row_grades import EXPLAINED, unexplained
 from scheduler.combine import weighted_sums
 from scheduler.dispatch import deadline_s
 from swarmnode.expert_messages import Activations, dispatch_rows_max
@@ -40,6 +44,7 @@ from swarmnode.net.interface import PeerId
 REMEMBERED_BYTES_MAX: Final = 64 << 20  # expected rows kept for workers that come back
 BATCH_BYTES_MAX: Final = 64 << 20  # experts that are fetched and loaded at a time; a single one may be larger
 _SEED: Final = 20_231
+_TAKEN_APART: Final = 4  # rows, or experts, that are held against every coarse arithmetic; the others against theirs
 
 
 class SomethingElse(ExpertsUnavailable):
@@ -77,10 +82,14 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class Crafted:
-    """Rows x [n, n_in] for one expert, as they leave this node, and what to make of the answer [n, n_out]."""
+    """Rows x [n, n_in] for one expert, as they leave this node, and what to make of the answer [n, n_out].
+
+    explains: whether a coarse arithmetic that is known gives it.
+    """
 
     x: F32
     judge: Callable[[F32], Awaitable[Precision]]
+    explains: Callable[[F32], Awaitable[bool]]
 
 
 class ProbeReference:
@@ -163,10 +172,63 @@ class ProbeReference:
                 return Precision.F32
             return references(layer, program, expert, read, x).judge(answer)
 
+        def explains(answer: F32) -> bool:
+            return bool(_way(layer, program, expert, read, x, answer, None) is not None)
+
         async def judge_in_thread(answer: F32) -> Precision:
             return await trio.to_thread.run_sync(judge, answer, limiter=self._limiter)
 
-        return Crafted(x, judge_in_thread)
+        async def explains_in_thread(answer: F32) -> bool:
+            return await trio.to_thread.run_sync(explains, answer, limiter=self._limiter)
+
+        return Crafted(x, judge_in_thread, explains_in_thread)
+
+    async def explains(self, layer: LayerExperts, experts: Sequence[int], rows: F32, holder: PeerId) -> bool:
+        """Whether coarse arithmetics that are known give these rows, one for each of the experts.
+
+        Raises:
+            SwarmError: this node has not all of them and cannot get them, or cannot take them apart.
+        """
+        known: set[int] = set()
+        first = set(np.linspace(0, len(experts) - 1, _TAKEN_APART).astype(int).tolist())
+        for number in sorted(range(len(experts)), key=lambda number: number not in first):
+            async with self._obtain(layer, experts[number : number + 1], holder):
+                way = await trio.to_thread.run_sync(
+                    self._way_of, layer, experts[number], rows[number], known if number not in first else None,
+                    limiter=self._limiter,
+                )  # fmt: skip
+            if way is None:
+                return False
+            known.add(way)
+        return True
+
+    def _way_of(self, layer: LayerExperts, expert: int, row: F32, ways: Collection[int] | None) -> int | None:
+        program = ExpertProgram.from_bytes(self._manifest.programs[layer.program])
+
+        def read(number: int, tensor: int) -> bytes:
+            return bytes(self._source.read(layer.layer, number, layer.offsets[tensor], layer.tensors[tensor].nbytes))
+
+        return _way(layer, program, expert, read, self.activations(layer), row[None], ways)
+
+
+def _way(
+    layer: LayerExperts,
+    program: ExpertProgram,
+    expert: int,
+    read: ReadSlice,
+    x: F32,
+    answer: F32,
+    ways: Collection[int] | None,
+) -> int | None:
+    """The number of a coarse arithmetic (of these, or any) that gives the answer to rows x; None if there is none."""
+    exact = NumpyExperts("float64")
+    exact.load_layer(layer, program, [expert], read)
+    rows = np.arange(min(len(x), _TAKEN_APART))
+    expected = exact.unrounded(layer.layer, x[rows], rows.astype(np.int32), np.full(len(rows), expert, np.int32))
+    for way, coarse in coarse_rows(layer, program, expert, read, x, rows, ways):
+        if (unexplained(answer[rows], expected.astype(np.float64), coarse) <= EXPLAINED).all():
+            return way
+    return None
 
 
 async def probe(
@@ -196,7 +258,13 @@ async def probe(
             expected = await reference.expected(layer, some, link.peer)
             ask = partial(_ask, link, reference.activations(layer), some, layer, term, epoch, number in ask_f32)
             rows = await ask()
-            worst = _worse(worst, _compare(link, layer, some, "rows", rows, expected))
+            try:
+                worst = _worse(worst, _compare(link, layer, some, "rows", rows, expected))
+            except SomethingElse:
+                if not await reference.explains(layer, some, rows, link.peer):
+                    raise
+                coarse = replace(compare(rows, expected), gain_excess=0.0)
+                worst, expected = _worse(worst, Probed(coarse, False)), rows
             if partial_sums:
                 weights = np.random.default_rng(_SEED).random(len(some), np.float32)
                 sums = await ask(weights)
