@@ -190,6 +190,7 @@ async def test_whoever_begins_to_cheat_is_quarantined_and_its_work_goes_to_other
         verdict = swarm.board.verdict_of(swarm.odd.name)
         assert verdict is not None
         assert (verdict.fitness, verdict.evidence[-1].kind) == ("quarantined", "audit")
+        assert "convicted, as audit after audit had" in verdict.evidence[-1].text
         weights = {GGML_TYPES[tensor.type].name for layer in swarm.active.manifest.layers for tensor in layer.tensors}
         assert set(verdict.evidence[-1].weight_type.split(",")) <= weights
         assert verdict.audits_differed >= 6  # one mismatch convicts nobody

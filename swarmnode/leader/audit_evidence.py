@@ -99,6 +99,8 @@ def evidence_of_audit(kind: EvidenceKind, sample: Sample, judged: Judged) -> Evi
     layer, expert = sample.layer.layer, int(judged.experts[worst])
     says = {Grade.WRONG: "another function", Grade.COARSE: "out of tolerance"}
     how = says.get(grade, "other bits, within tolerance")
+    if odd := int(judged.graded.odd.sum()):
+        how += f" (of {len(distance)} rows {odd} off as no rounding is)"
     return Evidence(
         kind=kind,
         text=f"layer {layer}, expert {expert}: {how}, {distance[worst]:.2g} off the leader's own rows",
@@ -111,6 +113,13 @@ def evidence_of_audit(kind: EvidenceKind, sample: Sample, judged: Judged) -> Evi
         count=int((judged.graded.grade >= Grade.COARSE).sum()),
         at_s=int(time.time()),
     )
+
+
+def why_convicted(found: Found) -> str:
+    """What to add to the evidence of the audit that convicted."""
+    if found.wrong:
+        return "convicted, as audit after audit had wrong rows"
+    return "convicted, as audit after audit had rows further off than half-precision sums are, or by length alone"
 
 
 def evidence_of_error(kind: EvidenceKind, error: SwarmError) -> Evidence:

@@ -32,6 +32,7 @@ from swarmnode.leader.audit_evidence import (
     evidence_of_audit,
     evidence_of_error,
     found_of,
+    why_convicted,
 )
 from swarmnode.leader.audit_tap import REQUESTS_REMEMBERED_MAX, AuditTap
 from swarmnode.leader.members import Member, Members
@@ -256,6 +257,8 @@ class Auditing:
         with self.tap.lock:
             audits = self.tap.audits
             changes = audits.found(chosen, found)
+            if evidence is not None and Change.QUARANTINED in changes:
+                self._evidence.amend(chosen.peer, evidence, why_convicted(found))
             if audits.asks_again(chosen, found, rows_again(sample)):
                 repeat = Repeat(chosen, sample, judged, found, evidence)
                 if not self._repeating.offer(repeat):
