@@ -41,8 +41,11 @@ def weighted_sums(y: F32, weights: F32, tokens: NDArray[np.int32]) -> F32:
 
 
 def add_partials(groups: Plan, partials: Mapping[str, F32], n_out: int) -> F32:
-    """Every token's total, float32 [n_tokens, n_out], from each group's sums, float32 [its tokens, n_out]."""
-    totals = np.zeros((groups.n_tokens, n_out), np.float32)
+    """Every token's total [n_tokens, n_out] from each group's sums [its tokens, n_out].
+
+    They are float32, or all float64 where the sum is held against an exact one.
+    """
+    totals = np.zeros((groups.n_tokens, n_out), np.result_type(np.float32, *partials.values()))
     for part in groups.parts:
         if len(part.rows) == groups.n_tokens:
             totals += partials[part.peer]

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf import GGUFReader
@@ -151,29 +152,27 @@ class Sharding:
     relative: float
 
 
-def sharded_in_float64(rows: LayerRows, y: F64, owners: Sequence[str]) -> Sharding:
-    """Of exact rows y [T, K, n_out]. owners: of each expert. Every node adds what it holds, and the nodes' sums are
-    added in the order of names."""
+def sharded_in_float64(rows: LayerRows, y: F64, layer: int, owners: Sequence[str]) -> Sharding:
+    """By the swarm's plan and its partial sums, of exact rows y [T, K, n_out], in float64, against one sum over all
+    experts. owners: of each expert."""
     weights = rows.weights.astype(np.float64)
     undivided = np.einsum("tk,tkn->tn", weights, y)
-    total = np.zeros_like(undivided)
-    holder = np.array(owners)[rows.ids]
-    for node in sorted(set(owners)):
-        mine = np.where(holder == node, weights, 0.0)
-        partial = np.zeros_like(undivided)
-        for k in range(y.shape[1]):
-            partial += mine[:, k, None] * y[:, k]
-        total += partial
-    return _sharding(total, undivided)
+    return _sharding(_sharded(rows, y, weights, layer, owners), undivided)
 
 
 def sharded_in_f32(rows: LayerRows, y: F32, layer: int, owners: Sequence[str]) -> Sharding:
-    """The same by the swarm's partial sums of rows y [T, K, n_out], against the exact sum of these rows."""
-    split = plan(rows.ids, LayerRouting(layer, [(owner,) for owner in owners]))
-    flat, weights = y.reshape(-1, y.shape[2]), rows.weights.reshape(-1)
-    sums = {part.peer: weighted_sums(flat[part.slots], weights[part.slots], part.tokens) for part in split.parts}
+    """The same in single precision, as in service, against the exact sum of these rows."""
     exact = np.einsum("tk,tkn->tn", rows.weights.astype(np.float64), y.astype(np.float64))
-    return _sharding(add_partials(split, sums, y.shape[2]).astype(np.float64), exact)
+    return _sharding(_sharded(rows, y, rows.weights, layer, owners).astype(np.float64), exact)
+
+
+def _sharded(
+    rows: LayerRows, y: NDArray[Any], weights: NDArray[Any], layer: int, owners: Sequence[str]
+) -> NDArray[Any]:
+    split = plan(rows.ids, LayerRouting(layer, [(owner,) for owner in owners]))
+    flat, each = y.reshape(-1, y.shape[2]), weights.reshape(-1)
+    sums = {part.peer: weighted_sums(flat[part.slots], each[part.slots], part.tokens) for part in split.parts}
+    return add_partials(split, sums, y.shape[2])
 
 
 def _sharding(total: F64, exact: F64) -> Sharding:

@@ -95,7 +95,7 @@ def sums(split: Split, path: Path, rows: dict[int, LayerRows], progress: Progres
             found.append(figures.errors_of_sums(y, exact))
             for nodes in NODES:
                 owners = [f"node-{i}" for i in np.random.default_rng(nodes).integers(0, nodes, spec.n_expert)]
-                in_float64.append(figures.sharded_in_float64(of_layer, exact, owners))
+                in_float64.append(figures.sharded_in_float64(of_layer, exact, layer, owners))
                 in_f32.append(figures.sharded_in_f32(of_layer, y, layer, owners))
             sent = LayerRows(dequantize_q8_0(quantize_q8_0(of_layer.x)), of_layer.ids, of_layer.weights)
             of_sent = sent.computed(kernels, layer), sent.exact(oracle, layer)
@@ -110,7 +110,7 @@ def sums(split: Split, path: Path, rows: dict[int, LayerRows], progress: Progres
         f"error of the sum {np.median([o.relative for o in found]):.1e} of it"
     )
     print(
-        f"sharded over {NODES} nodes: in float64 {max(s.largest for s in in_float64):.1e} at most (relative "
+        f"sharded over {NODES} nodes: in float64 {max(s.largest for s in in_float64):.3e} at most (relative "
         f"{max(s.relative for s in in_float64):.1e}), partial sums in F32 relative "
         f"{np.median([s.relative for s in in_f32]):.1e} (largest {max(s.largest for s in in_f32):.1e})"
     )
