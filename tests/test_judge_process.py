@@ -212,6 +212,8 @@ async def test_a_leader_audits_with_it_and_lets_it_go(tmp_path: Path, monkeypatc
     async with leading_swarm(tmp_path, SETTINGS, workers=2) as swarm, swarm.led(1, make_judge=make):
         await swarm.until_ready()
         of = Swarm(swarm, swarm.hands[0], Board(), Switch())
+        await eventually(lambda: made[0].started > 0)  # newcomers are expected, and have not answered yet
+        assert of.audits()["answers"] == 0
         with trio.fail_after(PATIENCE_S):
             for number in itertools.count():
                 if of.audits()["agreed"] >= AGREED_FIRST:

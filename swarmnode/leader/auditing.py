@@ -21,7 +21,7 @@ import trio
 from capabilities.agreement import Agreement
 from capabilities.errors import SwarmError
 from capabilities.verdict import EvidenceKind, VerdictBoard
-from scheduler.audit_choice import Chosen
+from scheduler.audit_choice import AGREED_FIRST, Chosen
 from scheduler.audit_tests import Change, PeerAudits
 from scheduler.audits import Audits
 from scheduler.rates import TokenBucket
@@ -82,6 +82,9 @@ class Judging(Protocol):
     def at_work(self) -> AbstractAsyncContextManager[Callable[[Sample], Awaitable[Judged]]]:
         """Within the context: what judges an answer. That raises SwarmError if it cannot."""
 
+    async def prepare(self) -> None:
+        """Somebody new will answer soon, and what starts only then would let a hundred answers pass. Cannot fail."""
+
     async def rest(self) -> None:
         """Nothing is to be judged for a while."""
 
@@ -102,6 +105,7 @@ class Auditing:
         self._token = trio.lowlevel.current_trio_token()
         self._something = trio.Event()
         self._evidence = KeptEvidence()
+        self._new = False  # somebody will serve soon whose first answers are all audited
         self._silent_until_s = 0.0
         self.settling = Settling(self.tap, self._hurry_up)
         self._hurry = trio.Event()
@@ -121,11 +125,14 @@ class Auditing:
             self.tap.open = True
             try:
                 while True:
+                    if self._new:
+                        self._new = False
+                        await self._judge.prepare()
                     while (waiting := self.tap.take()) is not None:
                         await self._rest(await self._have_judged(judge_one, *waiting))
                     await self._pause(_GATHER_S)
                     self._something = trio.Event()
-                    if self.tap.sleep():
+                    if not self._new and self.tap.sleep():
                         await self._wait()
             finally:
                 self.tap.open = False
@@ -187,6 +194,14 @@ class Auditing:
         with self.tap.lock:
             held = self.tap.audits.held(str(member.peer))
         self._apply(member, held)
+
+    def expect(self, member: Member) -> None:
+        """A worker is to prove what it holds, and will answer then."""
+        with self.tap.lock:
+            held = self.tap.audits.held(str(member.peer))
+        if held.in_a_row < AGREED_FIRST:
+            self._new = True
+            self._something.set()
 
     def found_unfit(self, member: Member, kind: EvidenceKind) -> None:
         """The probe, or crafted rows, found it unfit (`member.unfit` says why)."""

@@ -92,6 +92,9 @@ class Judge:
             self._thread = None
             thread.end()
 
+    async def prepare(self) -> None:
+        """A thread is there at once."""
+
     async def rest(self) -> None:
         """Nothing is to be judged for a while: free what is held. Only at work."""
         assert self._thread is not None

@@ -2,9 +2,9 @@
 
 What a leader recomputes must cost its tokens nothing. A thread's Python would hold up the decode thread once a layer,
 and a thread that is preempted behind everybody else would do so for milliseconds; a process of low priority takes what
-processor time nobody wants. It starts when the first answer waits, and ends when nothing is to be judged for a while,
-with the memory that it took. If it dies or hangs it is ended, the answer counts as not recomputed, and after a pause
-another one starts.
+processor time nobody wants. It starts when somebody new is to serve or the first answer waits, and ends when nothing is
+to be judged for a while, with the memory that it took. If it dies or hangs it is ended, the answer counts as not
+recomputed, and after a pause another one starts.
 """
 
 from __future__ import annotations
@@ -58,6 +58,11 @@ class JudgeProcess:
             yield self._judge
         finally:
             await self.rest()
+
+    async def prepare(self) -> None:
+        """Start the process now. Whoever asks first hears what went wrong."""
+        with contextlib.suppress(SwarmError):
+            await self._started()
 
     async def rest(self) -> None:
         """End the process, if it runs."""

@@ -280,6 +280,7 @@ class Placer:
         self._changed.set()
 
     def believed(self, member: Member, share: Placement) -> Agreement | None:
+        self.auditing.expect(member)
         found = self._inheritance.believed(member, share)
         if found is not None and self._inheritance.was_unfit(member):
             member.unfit = Imprecise(f"peer {member.name} was found imprecise by the leader before", peer=member.peer)
