@@ -98,6 +98,9 @@ class Judge:
     async def at_work(self) -> AsyncIterator[Callable[[Sample], Awaitable[Judged]]]:
         yield self._judge
 
+    async def prepare(self) -> None:
+        pass
+
     async def rest(self) -> None:
         pass
 
