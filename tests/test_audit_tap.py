@@ -7,11 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from capabilities.verdict import Evidence
 from scheduler.audit_choice import SOME_ROWS
 from scheduler.audit_queue import WAITING_OF_A_PEER_MAX
 from scheduler.audits import Audits
 from scheduler.combine import weighted_sums
 from scheduler.dispatch import PeerRows
+from swarmnode.leader.audit_evidence import KeptEvidence
 from swarmnode.leader.audit_tap import SHOWN_BYTES_MAX, AuditTap
 from swarmnode.leader.recomputing import Sample
 from tests.memory_swarm import MODEL, rows_of
@@ -110,3 +112,13 @@ def test_who_used_a_peer_since_when_is_remembered(tap: AuditTap) -> None:
     assert tap.used_since("a", 2) == ["three"]
     assert tap.used_since("a", 3) == []
     assert tap.used_since("b", 0) == ["four"]
+
+
+def test_what_is_known_later_is_added_to_the_newest_of_pieces_that_are_alike() -> None:
+    kept = KeptEvidence()
+    pieces = [kept.add("a", Evidence("audit", "wrong", at_s=7)) for _ in range(2)]
+    kept.amend("a", pieces[1], "again")
+    assert [each.text for each in kept.of("a")] == ["wrong", "wrong; again"]
+    kept.amend("a", Evidence("audit", "another"), "again")
+    kept.amend("b", pieces[0], "again")
+    assert ([len(kept.of(peer)) for peer in "ab"], kept.of("a")[0].text) == ([2, 0], "wrong")

@@ -63,10 +63,11 @@ class KeptEvidence:
         return evidence
 
     def amend(self, peer: str, evidence: Evidence, more: str) -> None:
-        """Something else is known about a piece, if it is still there."""
+        """Something else is known about a piece, if it is still there: the newest of those that are alike."""
         kept = self.of(peer)
-        if evidence in kept:
-            kept[kept.index(evidence)] = replace(evidence, text=f"{evidence.text}; {more}").bounded()
+        at = next((at for at in reversed(range(len(kept))) if kept[at] == evidence), None)
+        if at is not None:
+            kept[at] = replace(evidence, text=f"{evidence.text}; {more}").bounded()
 
     def forget(self, peer: str) -> None:
         self._of.pop(peer, None)
