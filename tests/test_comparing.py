@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -128,6 +129,7 @@ async def test_all_pairs_of_a_swarm_are_compared_by_one_answer_of_each_peer(
             serve(network, work)
             await near.connect(network.addresses[0])
         rows = [PeerRow(str(n.peer_id), w.name, "ready", w.name[0]) for n, w in zip(others, works, strict=True)]
+        rows[0] = replace(rows[0], fitness="quarantined")
         rows.append(PeerRow("nobody", "<b>away</b>", "suspect", None))
         rows.append(PeerRow("left", "gone", "gone", None))
         token = trio.lowlevel.current_trio_token()
@@ -163,6 +165,7 @@ async def test_all_pairs_of_a_swarm_are_compared_by_one_answer_of_each_peer(
     assert printed.count("pass, same bits") == 2
     assert "kitchen, op: FAIL" in printed
     assert "not there: gone" in printed
+    assert "kitchen is quarantined by what was measured of its work" in " ".join(printed.split())
     codes = first_codes(section("status.md", "`swarmctl equivalence --all --json`"))
     assert set(codes) == {key for key in keys_of(result) if not key.startswith("pairs[].levels[].")} | {
         "pairs[].levels[]"
@@ -176,6 +179,8 @@ def check_page(result: dict[str, Any], path: Path) -> None:
     assert tags.fetched == []
     assert "b" not in tags.tags
     assert "&lt;b&gt;away" in text
+    assert "kitchen is quarantined by what was measured of its work" in text
+    assert "Not compared: layer, logits, decisions, generation, task" in text
     assert tags.tags.count("details") == len(result["pairs"])
     assert text.count("pass, same bits") == 2  # both halves of the matrix
     assert text.count('class="none">not judged</td>') == 6

@@ -389,7 +389,7 @@ def test_answers_are_counted_by_ranges_of_tokens() -> None:
 
 
 def report(b: str, levels: list[dict[str, Any]]) -> dict[str, Any]:
-    of_sides: dict[str, Any] = {"experts": {}, "restarts": {}}
+    of_sides: dict[str, Any] = {"experts": {}, "restarts": {}, "fitness": {"a": None, "b": None}}
     return {"a": "ggml-cpu", "b": b, "model": "a&b.gguf", "pass": True, **of_sides, "levels": levels}
 
 

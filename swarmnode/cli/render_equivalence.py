@@ -10,7 +10,7 @@ from rich.table import Table
 
 from swarmnode.cli.render import console as open_console
 from swarmnode.equivalence.figures import figures_of, first_choice_words, operators_by_cause, short
-from swarmnode.equivalence.page import pair_words, restart_words
+from swarmnode.equivalence.page import fitness_notes, pair_words, restart_words
 from swarmnode.printable import printable_line
 
 CLASS_CHARS = 8  # of a numeric class: enough to tell a swarm's apart
@@ -31,6 +31,8 @@ def print_equivalence(result: Mapping[str, Any]) -> None:
     """What `swarmctl equivalence` found."""
     console = open_console(COLUMNS)
     console.print(printable_line(f"A = {result['a']}, B = {result['b']}, model {result['model'] or '-'}"))
+    for side, note in fitness_notes(result["fitness"]):
+        console.print(f"{side.upper()} {note}")
     for side, share in result["experts"].items():
         if share is not None:
             console.print(printable_line(f"{side.upper()}: {share_line(share)}"))
@@ -63,12 +65,15 @@ def print_matrix(result: Mapping[str, Any]) -> None:
     names = {peer["peer_id"]: printable_line(peer["name"]) for peer in result["peers"]}
     cells = {frozenset((pair["a"], pair["b"])): pair_words(pair) for pair in result["pairs"]}
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("", *names.values(), "class"):
+    for heading in ("", *names.values(), "class", "fitness"):
         table.add_column(heading, no_wrap=True)
     for peer in result["peers"]:
         row = [cells.get(frozenset((peer["peer_id"], other)), "-") for other in names]
-        table.add_row(names[peer["peer_id"]], *row, (peer["numeric_class"] or "not known")[:CLASS_CHARS])
+        known = (peer["numeric_class"] or "not known")[:CLASS_CHARS], peer["fitness"] or "-"
+        table.add_row(names[peer["peer_id"]], *row, *known)
     console.print(table)
+    for peer_id, words in fitness_notes({peer["peer_id"]: peer["fitness"] for peer in result["peers"]}):
+        console.print(f"{names[peer_id]} {words}")
     for pair in result["pairs"]:
         for level in pair["levels"]:
             if not level["pass"]:

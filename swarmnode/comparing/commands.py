@@ -43,9 +43,9 @@ class CompareCommands:
         return {"compare": self.compare, "compare_peers": self.peers}
 
     async def peers(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
-        """Everybody who is there, with what is needed to name and to group them."""
+        """Everybody who is there, with what is needed to name and to group them, and what the leader holds of each."""
         status = await self._services.status()
-        keys = ("peer_id", "name", "state", "numeric_class", "experts_held")
+        keys = ("peer_id", "name", "state", "numeric_class", "fitness", "experts_held")
         return {"self": status["self"], "peers": [{key: row.get(key) for key in keys} for row in status["peers"]]}
 
     async def compare(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:

@@ -68,7 +68,7 @@ def _by_class(row: PeerRow) -> tuple[bool, str, str]:
 
 
 def _peer(row: PeerRow) -> dict[str, Any]:
-    return {"name": row.name, "peer_id": row.peer_id, "numeric_class": row.numeric_class}
+    return {"name": row.name, "peer_id": row.peer_id, "numeric_class": row.numeric_class, "fitness": row.fitness}
 
 
 def _groups(rows: Sequence[PeerRow]) -> Iterator[dict[str, Any]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from backends.atomic_file import replacing
+from capabilities.equivalence import LEVELS
 from capabilities.errors import UsageError
 from swarmnode.equivalence.charts import drift_curve, fork_histogram, margin_histogram
 from swarmnode.equivalence.figures import cause_of, figures_of, first_choice_words, short
@@ -49,6 +50,7 @@ def page_of(result: Mapping[str, Any]) -> str:
     title = f"{result['a']} and {result['b']}"
     a, b, model = (escape(result[key] or "none") for key in ("a", "b", "model"))
     parts = [f"<p>A is {a}, B is {b}, on the model {model}: {_word(result['pass'])}.</p>"]
+    parts += [f"<p>{side.upper()} {escape(words)}.</p>" for side, words in fitness_notes(result["fitness"])]
     for side, reasons in result["restarts"].items():
         if reasons:
             parts.append(f"<p>{side.upper()}: {escape(restart_words(reasons))}</p>")
@@ -68,6 +70,12 @@ def page_of_all(result: Mapping[str, Any]) -> str:
         "<h2>Pairs</h2>", _matrix(result, names),
         "<p>Each cell says whether the pair is within its tolerances, and the largest relative L2 of an operator.</p>",
     ]  # fmt: skip
+    parts += [f"<p>{names[peer]} {escape(words)}.</p>" for peer, words in fitness_notes(_fitness(result))]
+    if missing := [level for level in LEVELS if level not in _levels_of(result)]:
+        parts.append(
+            f"<p>Not compared: {', '.join(missing)}. <code>--level {','.join(LEVELS)}</code> compares whole models: "
+            "the drift&#39;s curve, the margins&#39; histogram, and where answers part then stand with each pair.</p>"
+        )
     for pair in result["pairs"]:
         heading = f"{names[pair['a']]} and {names[pair['b']]}: {_word(pair['pass'])}"
         body = "\n".join(_sections(pair))
@@ -101,6 +109,21 @@ def pair_words(pair: Mapping[str, Any]) -> str:
     if all(row["bit_identical"] for row in ops):
         return f"{verdict}, same bits"
     return f"{verdict}, {max(float(row['relative_l2']) for row in ops):.0e}"
+
+
+def fitness_notes(fitness: Mapping[str, str | None]) -> list[tuple[str, str]]:
+    """Of sides or peers by name: those whose work the leader has found wanting, and what a comparison says of that."""
+    words = "is {} by what was measured of its work, and operators come from a process of their own, not from the one "
+    words += "that serves: that they are right says nothing of its work"
+    return [(name, words.format(held)) for name, held in fitness.items() if held in ("unfit", "quarantined")]
+
+
+def _fitness(result: Mapping[str, Any]) -> dict[str, str | None]:
+    return {peer["peer_id"]: peer["fitness"] for peer in result["peers"]}
+
+
+def _levels_of(result: Mapping[str, Any]) -> set[str]:
+    return {level["level"] for pair in result["pairs"] for level in pair["levels"]}
 
 
 def restart_words(reasons: Sequence[str]) -> str:

@@ -31,12 +31,13 @@ Ask = Callable[[str, Mapping[str, Any], bytes], Frame]
 
 @dataclass(frozen=True, slots=True)
 class PeerRow:
-    """A peer as the daemon knows it."""
+    """A peer as the daemon knows it. fitness: by what the leader measured of its work, None if that is not known."""
 
     peer_id: str
     name: str
     state: str
     numeric_class: str | None
+    fitness: str | None = None
 
     @property
     def is_there(self) -> bool:
@@ -80,7 +81,8 @@ def open_swarm(socket: Callable[[], Path]) -> Swarm:
     except UsageError as error:
         hint = "Peers are compared in a swarm of members: `swarmctl init` or `join`, and a daemon of this version."
         raise UsageError("this machine's daemon compares no peers", hint=hint) from error
-    rows = [PeerRow(row["peer_id"], row["name"], row["state"], row["numeric_class"]) for row in found["peers"]]
+    keys = ("peer_id", "name", "state", "numeric_class", "fitness")
+    rows = [PeerRow(*(row[key] for key in keys)) for row in found["peers"]]
 
     def ask(peer: str, header: Mapping[str, Any], payload: bytes) -> Frame:
         words = {"peer": peer, "header": dict(header), "payload": base64.b64encode(payload).decode()}

@@ -75,10 +75,16 @@ def run_equivalence(
         "b": b,
         "model": None if file is None else file.name,
         "pass": verdict_of(level["pass"] for level in found),
+        "fitness": {"a": fitness_of(one), "b": fitness_of(other)},
         "experts": of_models.shares,
         "restarts": {"a": one.restarts.reasons, "b": other.restarts.reasons},
         "levels": sorted(found, key=lambda level: LEVELS.index(level["level"])),
     }
+
+
+def fitness_of(target: Target) -> str | None:
+    """What the leader holds of a peer's work. None of what is no peer, or not known."""
+    return None if target.afar is None else target.afar.row.fitness
 
 
 def verdict_of(passes: Iterable[bool | None]) -> bool | None:
