@@ -18,6 +18,7 @@ from backends.probe_weights import WEIGHT_TYPES
 from backends.variants import VARIANTS
 from capabilities.equivalence import difference, worst
 from capabilities.errors import KernelFailed, UnsupportedModel, UsageError
+from swarmnode.equivalence.figures import short
 from swarmnode.equivalence.recipes import TYPES, Operator, Recipe, compute
 from swarmnode.equivalence.targets import EXACT, ROUNDED, Target, find_target
 from swarmnode.kernels.store import is_built
@@ -147,11 +148,11 @@ def _pair(operator: Mapping[str, Any], a: str, b: str) -> Mapping[str, Any] | No
 def _short(pair: Mapping[str, Any] | None) -> str:
     if pair is None:
         return "-"
-    return "same" if pair["bit_identical"] else f"{pair['relative_l2']:.1e}"
+    return "same" if pair["bit_identical"] else short(pair["relative_l2"])
 
 
 def _cell(operator: Mapping[str, Any], a: str, b: str) -> str:
     pair = _pair(operator, a, b)
     if pair is None or pair["bit_identical"]:
         return _short(pair)
-    return f"{pair['max_abs_diff']:.1e} / {pair['relative_l2']:.1e} / {pair['min_cosine']:.7f}"
+    return f"{short(pair['max_abs_diff'])} / {short(pair['relative_l2'])} / {pair['min_cosine']:.7f}"
