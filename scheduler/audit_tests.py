@@ -9,6 +9,8 @@ not; the sum never falls below zero, and convicts at log(1 / ERROR).
     coarse        rows asked for in F32         0.2          0.9    14 in a row; unfit for output ranks
     precise       rows of an unfit peer         0.1          0.8    10 in a row; fit again
     odd           rows                          0.35         0.9    22 in a row, in six audits
+    refused       answers with values that      0.05         0.5    9 in a row
+                  are not finite
 
 **Error bounds.** Of an honest peer, whose audits are wrong with a probability of at most p0, the likelihood ratio
 since any one audit is a martingale, which by Ville's inequality ever reaches 1 / ERROR with probability ERROR at most.
@@ -41,6 +43,7 @@ from typing import Final
 from capabilities.verdict import Fitness
 
 ERROR: Final = 1e-9
+REFUSED: Final = (0.05, 0.5)  # p0: half-precision sums of some tokens overflow; measured up to 0.006 of all answers
 WRONG: Final = (0.001, 0.05)  # p0: a flipped bit in memory now and then, far above what working machines show
 COARSE: Final = (0.2, 0.9)  # p0: rows in which an 8-bit code fell on the other side of a tie, measured up to 0.11
 PRECISE: Final = (0.1, 0.8)  # p0: rows of half-precision sums that happen to be right
@@ -121,11 +124,11 @@ def _ratio(odds: tuple[float, float], against: bool) -> float:
 class PeerTests:
     """The tests of one peer. `held` is what is known of it; nothing changes of one that is quarantined."""
 
-    __slots__ = ("_audited", "_identical", "_odd_score", "_precise_score", "_same", "held")
+    __slots__ = ("_audited", "_identical", "_odd_score", "_precise_score", "_refused_score", "_same", "held")
 
     def __init__(self, held: PeerAudits | None = None) -> None:
         self.held = held or PeerAudits()
-        self._precise_score = self._odd_score = 0.0
+        self._precise_score = self._odd_score = self._refused_score = 0.0
         self._audited = False
         self._identical = False  # every audit so far was, and there was one, but for what is being looked into
         self._same = 0  # answers in a row with other bits than the leader's that it repeated bit for bit
@@ -175,6 +178,16 @@ class PeerTests:
             self.held = replace(held, quarantined=True)
             return (Change.QUARANTINED,), False
         return self._fitness(suspected), not differed
+
+    def answered(self, finite: bool) -> tuple[Change, ...]:
+        """It answered, and its values were finite, or refused."""
+        if finite and self._refused_score == 0:
+            return ()
+        self._refused_score = step(self._refused_score, not finite, REFUSED)
+        if self.held.quarantined or self._refused_score < _LIMIT:
+            return ()
+        self.mark_quarantined()
+        return (Change.QUARANTINED,)
 
     def repeated(self, found: Found, same: bool) -> tuple[Change, ...]:
         """An answer that was `found` so was asked again. same: it came bit for bit."""

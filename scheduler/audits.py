@@ -69,10 +69,15 @@ class Audits:
         state = self._of(peer)
         state.counts.answered += 1
         state.counts.rows += rows
+        state.tests.answered(finite=True)
         chosen = self._choice.choose(peer, state.counts.answered, rows, self.standing(peer))
         if chosen is not None:
             state.counts.rows_recomputed += chosen.rows
         return chosen
+
+    def refused(self, peer: str) -> tuple[Change, ...]:
+        """A peer's answer had values that are not finite, and went into no request."""
+        return self._of(peer).tests.answered(finite=False)
 
     def refill(self) -> None:
         """Let the budget be full again, for an experiment in which it is no matter."""

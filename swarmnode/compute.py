@@ -50,9 +50,10 @@ def load_factory(name: str) -> BackendFactory:
     module, _, attribute = name.partition(":")
     try:
         found: BackendFactory = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever somebody's module raises
+        said = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
         raise UsageError(
-            f"{name} cannot be loaded: {error}",
+            f"{name} cannot be loaded: {said}",
             hint="Name it as module:Class, in a module that this Python can import.",
         ) from error
     return found

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from capabilities.errors import SwarmError
 from capabilities.verdict import Evidence
 from scheduler.audit_choice import SOME_ROWS
 from scheduler.audit_queue import WAITING_OF_A_PEER_MAX
+from scheduler.audit_tests import Change
 from scheduler.audits import Audits
 from scheduler.combine import weighted_sums
 from scheduler.dispatch import PeerRows
@@ -122,3 +124,16 @@ def test_what_is_known_later_is_added_to_the_newest_of_pieces_that_are_alike() -
     kept.amend("a", Evidence("audit", "another"), "again")
     kept.amend("b", pieces[0], "again")
     assert ([len(kept.of(peer)) for peer in "ab"], kept.of("a")[0].text) == ([2, 0], "wrong")
+
+
+def test_who_was_refused_too_often_is_told_once_and_wakes(tap: AuditTap) -> None:
+    error = SwarmError("not finite")
+    for _ in range(8):
+        tap.refused("a", error)
+    assert tap.convicted() is None
+    assert tap.sleep()
+    tap.refused("a", error)
+    assert not tap.sleep()
+    tap.refused("a", error)
+    assert tap.convicted() == ("a", (Change.QUARANTINED,), error)
+    assert tap.convicted() is None

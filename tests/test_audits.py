@@ -234,6 +234,15 @@ def test_a_suspect_is_out_by_its_next_five_answers_however_dear_their_audits(row
     assert changes == [Q]
 
 
+def test_nine_answers_in_a_row_that_are_not_finite_convict_and_one_in_twelve_never_does() -> None:
+    book = audits()
+    assert [book.refused("a") for _ in range(9)] == [()] * 8 + [(Q,)]
+    assert book.held("a").quarantined
+    assert book.refused("a") == ()
+    for number in range(20_000):
+        assert book.refused("b") == () if number % 12 == 0 else book.answered("b", 1) or True
+
+
 def test_nobody_honest_is_ever_quarantined() -> None:
     """As many wrong audits as the test allows for; the bound is n * ERROR."""
     for seed in range(10):

@@ -55,6 +55,18 @@ class Overflows(Cheat):
         return rows
 
 
+class Breaks(Cheat):
+    """Cannot compute, or (`Broken`) cannot even be made."""
+
+    def wrong(self, layer: int, x: F32, tokens: I32, experts: I32, right: F32, ask_f32: bool) -> F32:
+        raise RuntimeError("boom")
+
+
+class Broken:
+    def __init__(self, *, threads: int) -> None:
+        raise ValueError("no device")
+
+
 class OverflowsSometimes(Overflows):
     every = 5
 
@@ -162,6 +174,19 @@ def test_what_is_not_finite_is_refused_and_nobody_recomputes_it() -> None:
     assert honest["audits"] + honest["refused"] == 60
     assert 3 < honest["refused"] < 30
     assert honest["wrong_audits"] == 0
+
+
+def test_who_answers_nothing_finite_is_out() -> None:
+    found = run(["tests.test_experiment:Overflows"], None)
+    assert found["pass"], found["reason"]
+    assert [each["out"]["max"] for each in found["cheats"]] == [9, 9]
+
+
+@pytest.mark.parametrize(("name", "said"), [("Breaks", "RuntimeError: boom"), ("Broken", "ValueError: no device")])
+def test_a_class_of_ones_own_that_fails_is_named(name: str, said: str) -> None:
+    for cheats, honest in (([f"tests.test_experiment:{name}"], None), (None, [f"tests.test_experiment:{name}"])):
+        with pytest.raises(UsageError, match=said):
+            run(cheats, honest, Effort(1, 5, 5, 1))
 
 
 def test_honest_peers_take_turns_until_their_time_together_is_over(tmp_path: Path) -> None:

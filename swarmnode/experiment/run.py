@@ -15,7 +15,7 @@ import trio
 from backends.device import Device
 from backends.experts import ExpertBackend
 from backends.llama import start_library
-from capabilities.errors import UsageError
+from capabilities.errors import SwarmError, UsageError
 from swarmnode.compute import load_factory
 from swarmnode.equivalence.targets import STAND_IN, find_target
 from swarmnode.experiment.cheats import CHEATS, Cheat, by_name
@@ -216,11 +216,14 @@ class _Experiment:
     def _load(self, name: str, make: Callable[[], ExpertBackend]) -> ExpertBackend:
         try:
             backend = make()
-        except TypeError as error:
+            self._dispatches.load(backend)
+        except SwarmError:
+            raise
+        except Exception as error:  # whatever a class of somebody's own raises
             raise UsageError(
-                f"{name} cannot be made: {error}", hint="It is called with `threads=` and gives an ExpertBackend."
+                f"{name} cannot be made: {type(error).__name__}: {error}",
+                hint="It is called with `threads=` and gives an ExpertBackend (docs/development.md).",
             ) from error
-        self._dispatches.load(backend)
         return backend
 
     def _of(self, key: str) -> int:

@@ -16,8 +16,8 @@ from typing import Final, Literal
 
 import numpy as np
 
-from backends.experts import ExpertBackend
-from capabilities.errors import PeerMistake
+from backends.experts import F32, ExpertBackend
+from capabilities.errors import PeerMistake, SwarmError, UsageError
 from capabilities.row_grades import Grade
 from scheduler.audit_choice import Chosen, PeerStanding
 from scheduler.audit_tests import Change, Found, PeerAudits
@@ -117,13 +117,13 @@ async def _audited(
     tap: AuditTap, dispatch: Dispatch, backend: ExpertBackend, judge_one: JudgeOne, watch: Watch | None
 ) -> tuple[Change, ...]:
     """The peer answers; what an audit of that changes, if it is chosen."""
-    layer, part, answer = dispatch.layer, dispatch.part, dispatch.answer(backend)
+    layer, part, answer = dispatch.layer, dispatch.part, _answer(dispatch, backend)
     try:
         check_reply(answer, part, layer.layer, layer.n_out)
     except PeerMistake:
         if watch is not None:
             watch.refused += 1
-        return ()
+        return tap.audits.refused(PEER)
     tap.answered(PEER, layer, dispatch.x, part, None, answer, rounded=False, ask_f32=dispatch.ask_f32)
     if (taken := tap.take()) is None:
         return ()
@@ -133,6 +133,17 @@ async def _audited(
     if watch is not None:
         _note(watch, judged, found)
     return tap.audits.found(chosen, found)
+
+
+def _answer(dispatch: Dispatch, backend: ExpertBackend) -> F32:
+    try:
+        return dispatch.answer(backend)
+    except SwarmError:
+        raise
+    except Exception as error:  # whatever a class of somebody's own raises
+        name = getattr(backend, "name", type(backend).__name__)
+        said = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{name} cannot compute: {said}", hint="Who fails gives no answer to audit.") from error
 
 
 def _note(watch: Watch, judged: Judged, found: Found) -> None:

@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 
 from backends.experts import F32
 from backends.manifest import LayerExperts
+from capabilities.errors import SwarmError
 from scheduler.audit_choice import Chosen
 from scheduler.audit_queue import AuditQueue, Waiting
+from scheduler.audit_tests import Change
 from scheduler.audits import Audits
 from scheduler.dispatch import PeerRows
 from swarmnode.leader.recomputing import Sample
@@ -59,6 +61,7 @@ class AuditTap:
         self._wake = wake
         self._asleep = False
         self._shown: deque[_Shown] = deque()
+        self._refused: deque[tuple[str, tuple[Change, ...], SwarmError]] = deque()  # each peer once
         self._shown_bytes = 0
         self._waiting: AuditQueue[Sample] = AuditQueue(audits.suspected)
         self._step: tuple[str, ...] = ()
@@ -93,6 +96,15 @@ class AuditTap:
             self.look()
         if self._asleep:
             self._asleep = False
+            self._wake()
+
+    def refused(self, peer: str, error: SwarmError) -> None:
+        """A peer's answer had values that are not finite, and others computed it."""
+        with self.lock:
+            self._look()
+            changes = self.audits.refused(peer) if self.open else ()
+        if changes:
+            self._refused.append((peer, changes, error))
             self._wake()
 
     def used_since(self, peer: str, number: int) -> list[str]:
@@ -155,6 +167,10 @@ class AuditTap:
             waiting = self._waiting.take()
             return None if waiting is None else (waiting.chosen, waiting.sample)
 
+    def convicted(self) -> tuple[str, tuple[Change, ...], SwarmError] | None:
+        """A peer whose answers were refused too often, what that changed, and the last answer's error."""
+        return self._refused.popleft() if self._refused else None
+
     def judged(self, chosen: Chosen) -> tuple[str, ...]:
         """What was taken needs no judging any more. The requests that it went into."""
         with self.lock:
@@ -181,7 +197,7 @@ class AuditTap:
     def sleep(self) -> bool:
         """Have `wake` called as soon as something is shown. False if something was, or waits."""
         self._asleep = True  # first: what is shown from now on wakes
-        if self._shown or self._waiting:
+        if self._shown or self._waiting or self._refused:
             self._asleep = False
         return self._asleep
 

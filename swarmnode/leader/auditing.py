@@ -130,6 +130,10 @@ class Auditing:
                         await self._judge.prepare()
                     while (waiting := self.tap.take()) is not None:
                         await self._rest(await self._have_judged(judge_one, *waiting))
+                    while (refused := self.tap.convicted()) is not None:
+                        peer, changes, error = refused
+                        self._evidence.add(peer, evidence_of_error("audit", error))
+                        self._act(peer, changes)
                     await self._pause(_GATHER_S)
                     self._something = trio.Event()
                     if not self._new and self.tap.sleep():

@@ -303,6 +303,8 @@ class RemoteExperts:
             asked, answer = flight.answers[flight.taken]
             flight.taken += 1
             if isinstance(answer, SwarmError):
+                if self.tap is not None and answer.details.get("cause") == NOT_FINITE:
+                    self.tap.refused(asked.part.peer, answer)
                 self._replace(flight, asked, answer)
             elif (fault := exchange.fault(asked, answer)) is not None:
                 self._fail_link(flight, asked, "bad_reply", fault.message)
