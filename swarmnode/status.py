@@ -102,6 +102,7 @@ def unknown_backend(name: str, device: str) -> Status:
         "accumulation": unknown,
         "source": unknown,
         "numeric_class": None,
+        "types": [],
         "batch_invariant": None,
         "repeatable": None,
         "rows_per_s": None,

@@ -28,9 +28,9 @@ from swarmnode.comparing.messages import PROTOCOL, Request, decode_request
 from swarmnode.comparing.service import CompareService
 from swarmnode.comparing.work import Spent, Work
 from swarmnode.config_sections import ComputeConfig
-from swarmnode.equivalence.matrix import run_matrix
+from swarmnode.equivalence.matrix import _in_class, run_matrix
 from swarmnode.equivalence.ops import op_level
-from swarmnode.equivalence.page import page_of, write_page
+from swarmnode.equivalence.page import page_of, pair_words, write_page
 from swarmnode.equivalence.peers import PeerRow, RemotePeer, Swarm
 from swarmnode.equivalence.recipes import Sizes
 from swarmnode.equivalence.run import Effort, run_equivalence
@@ -128,7 +128,9 @@ async def test_all_pairs_of_a_swarm_are_compared_by_one_answer_of_each_peer(
         for network, work in zip(others, works, strict=True):
             serve(network, work)
             await near.connect(network.addresses[0])
-        rows = [PeerRow(str(n.peer_id), w.name, "ready", w.name[0]) for n, w in zip(others, works, strict=True)]
+        rows = [
+            PeerRow(str(n.peer_id), w.name, "ready", "c", types=SMALL.types) for n, w in zip(others, works, strict=True)
+        ]
         rows[0] = replace(rows[0], fitness="quarantined")
         rows.append(PeerRow("nobody", "<b>away</b>", "suspect", None))
         rows.append(PeerRow("left", "gone", "gone", None))
@@ -157,13 +159,19 @@ async def test_all_pairs_of_a_swarm_are_compared_by_one_answer_of_each_peer(
     assert passes[frozenset(("kitchen", "<b>away</b>"))] is None
     assert result["pass"] is False
     assert result["absent"] == ["gone"]
-    assert [len(group["peers"]) for group in result["groups"]] == [1, 1, 1, 1]
+    assert [len(group["peers"]) for group in result["groups"]] == [3, 1]
+    in_class = {frozenset((names[p["a"]], names[p["b"]])): p["in_class"] for p in result["pairs"]}
+    same = {"types": ["q8_0"], "bit_identical": True, "relative_l2": 0.0, "contradicted": False}
+    assert in_class[frozenset(("kitchen", "cellar"))] == same
+    assert in_class[frozenset(("kitchen", "attic"))]["contradicted"] is True
+    assert in_class[frozenset(("kitchen", "<b>away</b>"))] is None
     check_page(result, tmp_path / "all.html")
     capsys.readouterr()
     print_matrix(result)
     printed = capsys.readouterr().out
     assert printed.count("pass, same bits") == 2
     assert "kitchen, op: FAIL" in printed
+    assert printed.count("are of one numeric class, and differ in q8_0") == 2
     assert "not there: gone" in printed
     assert "kitchen is quarantined by what was measured of its work" in " ".join(printed.split())
     codes = first_codes(section("status.md", "`swarmctl equivalence --all --json`"))
@@ -184,6 +192,31 @@ def check_page(result: dict[str, Any], path: Path) -> None:
     assert tags.tags.count("details") == len(result["pairs"])
     assert text.count("pass, same bits") == 2  # both halves of the matrix
     assert text.count('class="none">not judged</td>') == 6
+
+
+def test_a_cell_tells_of_what_the_classes_are_of() -> None:
+    """Two kernels of one class for the model's weights may differ in others, which nobody computes there."""
+
+    def row(op: str, kind: str | None, relative: float) -> dict[str, Any]:
+        return {"op": op, "type": kind, "bit_identical": relative == 0, "relative_l2": relative}
+
+    ops = [row("matmul", "q4_1", 0.0), row("matmul", "f16", 3e-7), row("swiglu", None, 0.0)]
+    ops.append(row("rms_norm", None, 2e-8))  # the trunk's, and of no class
+    one, other = (PeerRow(name, name, "ready", "c", types=("q4_1",)) for name in "ab")
+    levels = [{"level": "op", "ops": ops}]
+    pair = {"pass": True, "levels": levels, "in_class": _in_class(one, other, levels)}
+    assert pair_words(pair) == "pass, same bits in q4_1"
+    assert not pair["in_class"]["contradicted"]  # type: ignore[index]
+    ops[2] = row("swiglu", None, 5e-8)
+    assert _in_class(one, other, levels)["contradicted"]  # type: ignore[index]
+    apart = _in_class(one, replace(other, numeric_class="d"), levels)
+    assert pair_words({**pair, "in_class": apart}) == "pass, 5e-08"
+    assert not apart["contradicted"]  # type: ignore[index]
+    for unknown in (replace(other, numeric_class=None), replace(other, types=("f16",)), replace(other, types=())):
+        assert _in_class(one, unknown, levels) is None
+    wide = (replace(one, types=("q4_1", "q5_K")), replace(other, types=("q4_1", "q5_K")))
+    assert _in_class(*wide, levels) is None, "one of the types was not compared"
+    assert pair_words({**pair, "in_class": None}) == "pass, 3e-07"
 
 
 class Counted(Work):

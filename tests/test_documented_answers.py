@@ -19,6 +19,7 @@ import trio
 
 from backends.add_model import add_model
 from capabilities.errors import SwarmError
+from capabilities.measurement import BackendMeasurement, TypeMeasurement
 from capabilities.verdict import Evidence, Verdict
 from scheduler.advert_findings import Finding, FindingKind
 from swarmnode.api.service import Http
@@ -30,6 +31,7 @@ from swarmnode.explaining import Known, explain
 from swarmnode.handlers import Handlers
 from swarmnode.leadership import NamedLeader
 from swarmnode.machine_parts import MachineParts
+from swarmnode.measured import Measured
 from swarmnode.member_messages import Progress
 from swarmnode.model_check import CheckReport
 from swarmnode.models import Models
@@ -120,8 +122,12 @@ async def _collect_answers(folder: Path) -> Answers:
     placement["coverage"]["missing"] = [{"layer": 0, "expert": 0}]
     placement["without"]["one_copy"] = placement["without"]["no_copy"]
     views.append({"findings": [Finding(FindingKind.UNREACHABLE, "peer", "message", "hint").to_json()]})
+    measured = Measured(
+        "ggml-cpu", "a processor", BackendMeasurement("ggml-cpu", "", 1, 1, 1, {"q4_0": TypeMeasurement()})
+    )
+    views.append({"peers": [{"backends": measured.backends_json()}]})
     of_views = set().union(*map(keys_of, views))
-    raw = [("ask", answer), ("model show", model), ("placement", placement), *(("status", view) for view in views[:-1])]
+    raw = [("ask", answer), ("model show", model), ("placement", placement), *(("status", view) for view in views[:-2])]
     raw += [("peer show", each) for each in explained]
     return Answers(
         raw, of_views, keys_of(answer), keys_of(model), keys_of(placement), set().union(*map(keys_of, explained))

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from swarmnode.cli.render import console as open_console
 from swarmnode.equivalence.figures import figures_of, first_choice_words, operators_by_cause, short
-from swarmnode.equivalence.page import fitness_notes, pair_words, restart_words
+from swarmnode.equivalence.page import contradictions, fitness_notes, pair_words, restart_words
 from swarmnode.printable import printable_line
 
 CLASS_CHARS = 8  # of a numeric class: enough to tell a swarm's apart
@@ -74,6 +74,8 @@ def print_matrix(result: Mapping[str, Any]) -> None:
     console.print(table)
     for peer_id, words in fitness_notes({peer["peer_id"]: peer["fitness"] for peer in result["peers"]}):
         console.print(f"{names[peer_id]} {words}")
+    for line in contradictions(result, names):
+        console.print(line)
     for pair in result["pairs"]:
         for level in pair["levels"]:
             if not level["pass"]:

@@ -46,7 +46,11 @@ class CompareCommands:
         """Everybody who is there, with what is needed to name and to group them, and what the leader holds of each."""
         status = await self._services.status()
         keys = ("peer_id", "name", "state", "numeric_class", "fitness", "experts_held")
-        return {"self": status["self"], "peers": [{key: row.get(key) for key in keys} for row in status["peers"]]}
+        rows = [
+            {**{key: row.get(key) for key in keys}, "types": row["backends"][0]["types"] if row["backends"] else []}
+            for row in status["peers"]
+        ]
+        return {"self": status["self"], "peers": rows}
 
     async def compare(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
         """Ask `peer` with `header` and `payload`; its answer likewise, an error of its own included."""

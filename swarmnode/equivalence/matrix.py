@@ -6,7 +6,7 @@ of whole models are compared pair by pair, since each pair computes its own text
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import combinations
@@ -117,13 +117,37 @@ def _pairs(
             "pass": verdict_of(level["pass"] for level in found),
             "model": None if of_models.file is None else of_models.file.name,
             "experts": of_models.shares,
+            "in_class": _in_class(_row(a), _row(b), found),
             "levels": found,
         }
 
 
+def _in_class(a: PeerRow, b: PeerRow, levels: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """How far a pair is apart in what numeric classes are of: products over their weight types, and the gated unit.
+
+    None where one has no class, they are of different types, or one of these was not compared.
+    """
+    ops: list[dict[str, Any]] = next((level["ops"] for level in levels if level.get("ops")), [])
+    rows = [row for row in ops if row["op"] == "swiglu" or (row["op"] == "matmul" and row["type"] in a.types)]
+    known = a.numeric_class and b.numeric_class and a.types and set(a.types) == set(b.types)
+    if not known or {row["type"] for row in rows if row["type"]} != set(a.types):
+        return None
+    same = all(row["bit_identical"] for row in rows)
+    return {
+        "types": sorted(a.types),
+        "bit_identical": same,
+        "relative_l2": max(row["relative_l2"] for row in rows),
+        "contradicted": a.numeric_class == b.numeric_class and not same,
+    }
+
+
 def _id(target: Target) -> str:
+    return _row(target).peer_id
+
+
+def _row(target: Target) -> PeerRow:
     assert target.afar is not None
-    return target.afar.row.peer_id
+    return target.afar.row
 
 
 def _quiet(_step: str, _done: int, _total: int) -> None:

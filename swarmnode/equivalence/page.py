@@ -68,7 +68,10 @@ def page_of_all(result: Mapping[str, Any]) -> str:
         f"<p>Model: {escape(result['model'] or 'none')}. {_word(result['pass'])}.</p>",
         "<h2>Numeric classes</h2>", _table(("class", "peers"), groups),
         "<h2>Pairs</h2>", _matrix(result, names),
-        "<p>Each cell says whether the pair is within its tolerances, and the largest relative L2 of an operator.</p>",
+        "<p>Each cell says whether the pair is within its tolerances, and how far apart it is: the largest relative L2"
+        " over the weight types that the classes are of, and the gated unit; over all operators where a class is not"
+        " known.</p>",
+        *(f"<p>{line}</p>" for line in contradictions(result, names)),
     ]  # fmt: skip
     parts += [f"<p>{names[peer]} {escape(words)}.</p>" for peer, words in fitness_notes(_fitness(result))]
     if missing := [level for level in LEVELS if level not in _levels_of(result)]:
@@ -101,14 +104,30 @@ def _matrix(result: Mapping[str, Any], names: Mapping[str, str]) -> str:
 
 
 def pair_words(pair: Mapping[str, Any]) -> str:
-    """One pair in a few words, as its cell has it."""
+    """One pair in a few words, as its cell has it: what the peers' classes are of, where that is known."""
     verdict = {True: "pass", False: "FAIL", None: "not judged"}[pair["pass"]]
     ops: list[dict[str, Any]] = next((level["ops"] for level in pair["levels"] if level.get("ops")), [])
     if not ops:
         return verdict
     if all(row["bit_identical"] for row in ops):
         return f"{verdict}, same bits"
+    if (of_class := pair["in_class"]) is not None and not of_class["bit_identical"]:
+        return f"{verdict}, {of_class['relative_l2']:.0e}"
+    if of_class is not None:
+        types = of_class["types"]
+        return f"{verdict}, same bits in {types[0] if len(types) == 1 else f'{len(types)} types'}"
     return f"{verdict}, {max(float(row['relative_l2']) for row in ops):.0e}"
+
+
+def contradictions(result: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
+    """A sentence for each pair of one numeric class whose bits are not the same in what the class is of."""
+    return [
+        f"{names[pair['a']]} and {names[pair['b']]} are of one numeric class, and differ in"
+        f" {', '.join(of_class['types'])} or the gated unit by {of_class['relative_l2']:.0e}: the class does not say"
+        " any more what they compute"
+        for pair in result["pairs"]
+        if (of_class := pair["in_class"]) is not None and of_class["contradicted"]
+    ]
 
 
 def fitness_notes(fitness: Mapping[str, str | None]) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ that it belongs to is compared by the same numbers.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -38,6 +38,7 @@ class PeerRow:
     state: str
     numeric_class: str | None
     fitness: str | None = None
+    types: Sequence[str] = ()  # of weights, that its class is of
 
     @property
     def is_there(self) -> bool:
@@ -81,8 +82,8 @@ def open_swarm(socket: Callable[[], Path]) -> Swarm:
     except UsageError as error:
         hint = "Peers are compared in a swarm of members: `swarmctl init` or `join`, and a daemon of this version."
         raise UsageError("this machine's daemon compares no peers", hint=hint) from error
-    keys = ("peer_id", "name", "state", "numeric_class", "fitness")
-    rows = [PeerRow(*(row[key] for key in keys)) for row in found["peers"]]
+    keys = ("peer_id", "name", "state", "numeric_class", "fitness", "types")
+    rows = [PeerRow(**{key: row[key] for key in keys}) for row in found["peers"]]
 
     def ask(peer: str, header: Mapping[str, Any], payload: bytes) -> Frame:
         words = {"peer": peer, "header": dict(header), "payload": base64.b64encode(payload).decode()}
