@@ -71,10 +71,18 @@ class BlocksOf32(NumpyExperts):
 class AlwaysTheSameWay(GgmlExperts):
     """Every result is off by a little, and always in the same direction: errors that add up in step over the layers."""
 
+    STEP = IN_STEP
+
     def __init__(self, *, threads: int) -> None:
         super().__init__(Device("CPU", threads=threads))
 
     def compute(self, layer: int, x: F32, tokens: I32, experts: I32, *, ask_f32: bool = False) -> F32:
         y = super().compute(layer, x, tokens, experts, ask_f32=ask_f32)
         size = np.sqrt((y * y).mean(axis=1, keepdims=True))
-        return y + np.float32(IN_STEP) * size
+        return y + np.float32(self.STEP) * size
+
+
+class TwiceTheSameWay(AlwaysTheSameWay):
+    """The same, by twice as much."""
+
+    STEP = 2 * IN_STEP

@@ -363,3 +363,12 @@ def test_errors_that_add_up_in_step_leave_the_band_though_no_layers_is_too_large
     assert exponent > 0.75
     assert IN_STEP <= 0.01
     assert drift(deep["f32"], "reference")["pass"]
+
+
+def test_four_times_the_noise_leaves_the_band_where_the_noise_sets_it(deep: dict[str, Path]) -> None:
+    level = drift(deep["q8_0"], "tests.equivalence_backends:TwiceTheSameWay")
+    found, noise = level["pinned"]["relative_l2"][-1], level["noise_floor"]["pinned"]["relative_l2"][-1]
+    assert 3 * noise > residual_limit(49)
+    assert level["tolerance"]["relative_l2"][-1] == pytest.approx(3 * noise)
+    assert 3 < found / noise < 5
+    assert not level["pass"]
