@@ -233,8 +233,8 @@ class FlipLimits:
     def words(self, what: str) -> str:
         """what: can flip."""
         return (
-            f"where {self.predicted:.1f} were predicted, which allows {self.as_predicted:.1f}, and with llama.cpp's "
-            f"own noise go {self.beside_noise} of {self.positions} {what}"
+            f"where {self.as_predicted:.1f} may be by the {self.predicted:.1f} that were predicted, and "
+            f"{self.beside_noise} of {self.positions} {what} by llama.cpp's own noise"
         )
 
     def text(self, what: str) -> str:

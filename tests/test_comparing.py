@@ -120,7 +120,7 @@ async def test_operators_of_a_peer_are_compared_by_recipe(tmp_path: Path, factor
 
 
 async def test_all_pairs_of_a_swarm_are_compared_by_one_answer_of_each_peer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with hub_of(4) as (_, (near, *others)):
         kinds = {"kitchen": "", "cellar": "", "attic": f"{WRONG}OffByAThousandth"}
@@ -174,6 +174,12 @@ async def test_all_pairs_of_a_swarm_are_compared_by_one_answer_of_each_peer(
     assert printed.count("are of one numeric class, and differ in q8_0") == 2
     assert "not there: gone" in printed
     assert "kitchen is quarantined by what was measured of its work" in " ".join(printed.split())
+    monkeypatch.setattr("swarmnode.cli.render_equivalence.COLUMNS", 60)
+    print_matrix(result)
+    narrow = capsys.readouterr().out
+    assert "…" not in narrow
+    assert [line.split("  ")[0] for line in narrow.splitlines()].count("cellar, kitchen") == 1
+    assert narrow.count("pass, same bits") == 1
     codes = first_codes(section("status.md", "`swarmctl equivalence --all --json`"))
     assert set(codes) == {key for key in keys_of(result) if not key.startswith("pairs[].levels[].")} | {
         "pairs[].levels[]"

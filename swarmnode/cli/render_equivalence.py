@@ -14,7 +14,8 @@ from swarmnode.equivalence.page import contradictions, fitness_notes, pair_words
 from swarmnode.printable import printable_line
 
 CLASS_CHARS = 8  # of a numeric class: enough to tell a swarm's apart
-COLUMNS = 100  # where nobody looks
+COLUMNS_MAX: Final = 10_000  # of any line
+COLUMNS = COLUMNS_MAX  # where nobody looks: a line is as long as it takes, so that whoever searches it finds all of it
 DIVERGENCE: Final = {"first": "the first layer that differs", "worst": "the most of all"}
 WORDS: Final = {True: "pass", False: "FAIL", None: "not judged"}
 
@@ -48,6 +49,9 @@ def print_equivalence(result: Mapping[str, Any]) -> None:
             console.print("what differences come from:")
             for line in _causes(level):
                 console.print(Padding(line, (0, 0, 0, 2)))
+            for row in level["ops"]:
+                if row["reason"] and row["limit_share"] <= 1:  # which its figures do not show
+                    console.print(Padding(row["reason"], (0, 0, 0, 2)))
             for note in level["skipped"]:
                 console.print(Padding(f"left out: {printable_line(note)}", (0, 0, 0, 2)))
             continue
@@ -63,14 +67,9 @@ def print_matrix(result: Mapping[str, Any]) -> None:
     """What `swarmctl equivalence --all` found: a table of pairs, and then why any of them failed."""
     console = open_console(COLUMNS)
     names = {peer["peer_id"]: printable_line(peer["name"]) for peer in result["peers"]}
-    cells = {frozenset((pair["a"], pair["b"])): pair_words(pair) for pair in result["pairs"]}
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("", *names.values(), "class", "fitness"):
-        table.add_column(heading, no_wrap=True)
-    for peer in result["peers"]:
-        row = [cells.get(frozenset((peer["peer_id"], other)), "-") for other in names]
-        known = (peer["numeric_class"] or "not known")[:CLASS_CHARS], peer["fitness"] or "-"
-        table.add_row(names[peer["peer_id"]], *row, *known)
+    table = _pairs(result, names)
+    if console.measure(table, options=console.options.update(width=COLUMNS_MAX)).maximum > console.width:
+        table = _list_of_pairs(result, names)  # figures that are cut off say nothing
     console.print(table)
     for peer_id, words in fitness_notes({peer["peer_id"]: peer["fitness"] for peer in result["peers"]}):
         console.print(f"{names[peer_id]} {words}")
@@ -83,6 +82,32 @@ def print_matrix(result: Mapping[str, Any]) -> None:
                 console.print(f"{what}: {printable_line(level['reason'] or '')}")
     if result["absent"]:
         console.print(f"not there: {', '.join(map(printable_line, result['absent']))}")
+
+
+def _pairs(result: Mapping[str, Any], names: Mapping[str, str]) -> Table:
+    """A row and a column for each peer."""
+    cells = {frozenset((pair["a"], pair["b"])): pair_words(pair) for pair in result["pairs"]}
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("", *names.values(), "class", "fitness"):
+        table.add_column(heading, no_wrap=True)
+    for peer in result["peers"]:
+        row = [cells.get(frozenset((peer["peer_id"], other)), "-") for other in names]
+        table.add_row(names[peer["peer_id"]], *row, *_known_of(peer))
+    return table
+
+
+def _list_of_pairs(result: Mapping[str, Any], names: Mapping[str, str]) -> Table:
+    """The same where all peers side by side are wider than the terminal: a row for each peer and for each pair."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    for peer in result["peers"]:
+        table.add_row(names[peer["peer_id"]], f"class {' '.join(_known_of(peer))}")
+    for pair in result["pairs"]:
+        table.add_row(f"{names[pair['a']]}, {names[pair['b']]}", pair_words(pair))
+    return table
+
+
+def _known_of(peer: Mapping[str, Any]) -> tuple[str, str]:
+    return (peer["numeric_class"] or "not known")[:CLASS_CHARS], peer["fitness"] or "-"
 
 
 def _operators(level: Mapping[str, Any]) -> Table:

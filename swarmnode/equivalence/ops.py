@@ -129,7 +129,7 @@ def _alone(recipe: Recipe, row: Mapping[str, Any], shown: Mapping[str, Sequence[
                 left = each.left.median_relative_l2
                 return (
                     f"{what_of(row)}: {side.upper()} is {left:.2g} away from the nearest reference in batches of "
-                    f"{width}, more than its rounding explains"
+                    f"{width} rows, more than its rounding explains"
                 )
     return None
 
