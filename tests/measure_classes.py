@@ -3,7 +3,7 @@
 Every built kernel of this machine gets its class for each weight type, and then computes the same experts over rows
 that a model really dispatches. Kernels of one class must have the same bits in every row, else the exit status is 1. Of
 two classes it is told in how many rows they differ: a class is worth its name where that is one row of many thousands.
-One thread.
+Of all of them it is told in how many values their gated units do. One thread.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 from typing import Final
 
@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy's first product
 
+from backends.class_inputs import unit_values
 from backends.experts import F32, ExpertBackend
 from backends.gguf_types import GGML_TYPES
 from backends.llama import start_library
 from backends.measure import Request, measure_class
 from backends.moe_hook import PartialSumHook
-from backends.probe_weights import noise_layer
+from backends.probe_weights import noise_layer, unit_layer
 from backends.variants import of_group
 from swarmnode.bench import find_model
 from swarmnode.cli.progress import ProgressLine
@@ -42,6 +43,7 @@ from tests.invariant_figures import SETTINGS, Keeping
 TYPES: Final = ("q4_0", "q4_1", "q8_0", "q4_K", "q6_K", "f16")
 EXPERTS: Final = 16
 BATCH: Final = 256
+UNIT_WIDTH: Final = 192
 Hashes = NDArray[np.uint64]
 
 
@@ -73,6 +75,22 @@ def hashes_of(backend: ExpertBackend, kind: int, request: Request, values: F32, 
         found += [int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=8).digest()) for row in y]
     backend.unload_layer(layer)
     return np.array(found, np.uint64)
+
+
+def print_units(names: Sequence[str], request: Request) -> None:
+    """In how many of the fingerprint's values the gated units of each two kernels differ."""
+    values, results = unit_values(), {}
+    probe = unit_layer(request.units[0], UNIT_WIDTH)
+    x = np.resize(values, (-(-len(values) // (UNIT_WIDTH - 1)), UNIT_WIDTH))
+    x[:, 1:], x[:, 0] = np.resize(values, (len(x), UNIT_WIDTH - 1)), 1
+    rows = np.arange(len(x), dtype=np.int32)
+    for name in names:
+        backend = find_target(name).make()
+        backend.load_layer(probe.layer, probe.program, probe.experts, probe.read)
+        results[name] = backend.compute(probe.layer.layer, x, rows, rows % 2).view(np.int32)
+        backend.close()
+    for one, other in combinations(names, 2):
+        print(f"{request.units[0].name}, {one} and {other}: {(results[one] != results[other]).mean():.1%} differ")
 
 
 def whole_blocks(request: Request, kind: int) -> Request:
@@ -111,6 +129,7 @@ def main(
     asked, values = model_rows(model, tokens)
     if widths is not None:
         asked = Request(asked.kinds, *widths, units=asked.units)
+    print_units(names, asked)
     good = True
     for kind in types:
         request = whole_blocks(asked, type_of(kind))

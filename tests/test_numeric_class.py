@@ -167,6 +167,23 @@ def test_a_last_bit_of_the_gated_unit_makes_another_class_though_whole_experts_h
     assert class_of(plain, Q4_0).numeric_class != class_of(off, Q4_0).numeric_class
 
 
+class OffInTheRest(NumpyExperts):
+    """Computes what is left over when a row is cut into vectors by another formula, as kernels do."""
+
+    def _run(self, held: Any, weights: Any, x: F32) -> Rows:
+        y: Rows = super()._run(held, weights, x).astype(np.float32)
+        rest = y.shape[1] // 16 * 16 if len(held.program.weights) == 2 else y.shape[1]  # of a gated unit alone
+        y[:, rest:] *= np.float32(1 + 2**-22)
+        return y
+
+
+@pytest.mark.parametrize("n_ff", [40, 256, 264])
+def test_what_a_row_leaves_over_counts_where_the_models_own_rows_leave_some_over(n_ff: int) -> None:
+    request = Request((), 256, n_ff)
+    plain, off = (class_of(make("float32"), F16, request).numeric_class for make in (NumpyExperts, OffInTheRest))
+    assert (plain == off) == (n_ff % 16 == 0)
+
+
 class LargestBySign(NumpyExperts):
     """Takes the last of several largest values of a block for its scale's sign, where others take the first."""
 
