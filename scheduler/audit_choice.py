@@ -4,7 +4,7 @@ An answer is chosen after it came, by keyed hashes of its peer and number under 
 tell which.
 
 - **One of each STRETCH answers of a peer**, at a place in the stretch that the secret draws, whatever else is going on
-  and whatever it costs. The next one is at most 2 * STRETCH - 1 answers away; more than 90, one time in eight hundred.
+  and whatever it costs. The next one is at most 2 * STRETCH - 1 answers away; more than 90, 0.8 times in a hundred.
 - **All** of a new peer, until AGREED_FIRST audits agreed, and of one that something is held against.
 - **A share** of all others that falls as the inverse of how many audits agreed in a row, to SHARE_MIN: those beyond the
   first are glances, at a single row.
@@ -13,8 +13,8 @@ The budget is processor time, in rows that this leader's own kernels compute: an
 an audited row has taken of late (an expert that must be read and laid out for the kernels first takes several times as
 long as its row), and as no more than COST_MAX. Each answered row earns BUDGET_SHARE of one, up to BURST_ROWS. Who is
 new, or merely drawn for its share, leaves some of that: first come suspects, then new peers, then glances. What the
-first kind takes is owed, so the others wait; by itself it is one row in 50, and within a budget of one in ten as long
-as an audited row takes no more than five times what its computation does.
+first kind takes is owed, so the others wait; by itself it is one row in 55, and within a budget of a tenth as long
+as an audited row takes no more than five and a half times what its computation does.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import hashlib
 from dataclasses import dataclass
 from typing import Final
 
-STRETCH: Final = 50  # who always cheats meets one of these within 90 answers with 99.8 %, and always within 99
+STRETCH: Final = 55  # who always cheats meets one of these within 90 answers with 99.2 %, and always within 109
 SHARE_MIN: Final = 0.05  # of answers, the first kind among them
 SHARE_UNFIT: Final = 0.25  # so that one that is right again is soon seen to be
 AGREED_FIRST: Final = 10
-BUDGET_SHARE: Final = 0.10  # of what peers compute
+BUDGET_SHARE: Final = 0.09  # of what peers compute: a tenth, less what the leader does not see of its cost
 BURST_ROWS: Final = 8192  # some twenty new peers at once, at ten answers of SOME_ROWS each, at four times a row
 AUDIT_ROWS_MAX: Final = 32  # of the one of a stretch: all of a decode step of four sequences; of a prefill, a sample
 SOME_ROWS: Final = 8  # of new peers' and suspects': all of a decode step of one or two; of more, each reads an expert

@@ -1,9 +1,9 @@
 """Audits of live work: every peer's answers, which of them are recomputed (audit_choice.py), and what follows from what
 was found (audit_tests.py).
 
-A peer that cheats in every answer is first found out by one of the first 90, with a probability of 99.8 %, however long
-it was honest before, and by one of the first 99 for certain: one of each stretch of 50 is audited. From then on every
-answer is, and the sixth wrong audit convicts: within 95 and 104. Of a new peer all are from the first. These are
+A peer that cheats in every answer is first found out by one of the first 90, with a probability of 99.2 %, however long
+it was honest before, and by one of the first 109 for certain: one of each stretch of 55 is audited. From then on every
+answer is, and the sixth wrong audit convicts: within 95 and 114. Of a new peer all are from the first. These are
 numbers of answers; what a peer gives until the judge has come to them is on top, and audit_queue.py bounds how many
 audits come before.
 """
