@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Final
 
 CLASS_CHARS: Final = 32  # in hex: 96 bits of a hash, and those of the work
+TRUNK_KERNELS: Final = "ggml-cpu"  # the backend whose kernels run trunks, a leader's probes and llama.cpp undivided
 WORK_CHARS: Final = 8  # of what was computed: a few kinds of work meet in one swarm, so 32 bits do
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import psutil
 import trio
 
+from capabilities.numeric_class import TRUNK_KERNELS
 from swarmnode.availability import AvailabilityWatch, conditions
 from swarmnode.compute import Compute, choose_compute
 from swarmnode.config import Config
@@ -23,7 +24,6 @@ from swarmnode.status import NodeFacts
 from swarmnode.version import VERSION
 
 _HOST_CHARS = 16
-_OWN_KERNELS = "ggml-cpu"  # those that run the trunk, compute for the leader's probes, and take over from workers
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class MachineParts:
     @property
     def own_class(self) -> str:
         """The numeric class of ggml's kernels on this processor; empty if others were measured here, or none yet."""
-        return self.measuring.current.numeric_class() if self.compute.name == _OWN_KERNELS else ""
+        return self.measuring.current.numeric_class() if self.compute.name == TRUNK_KERNELS else ""
 
     def host_in(self, swarm: str) -> str:
         """A word for the machine that means nothing outside of the swarm."""

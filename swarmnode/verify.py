@@ -7,7 +7,7 @@ from the swarm alone only say that it repeats itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +15,7 @@ from typing import Any, Final
 import psutil
 
 from capabilities.errors import SwarmError
+from capabilities.numeric_class import TRUNK_KERNELS, shown_different
 from swarmnode.kept_requests import KeptRequest, token_hash
 
 _CONTEXT_STEP: Final = 256  # llama.cpp rounds a context up to this
@@ -48,9 +49,21 @@ def first_difference(kept: Sequence[int], other: Sequence[int]) -> Json | None:
     }
 
 
-def verdict(kept: KeptRequest, swarm: Json, undivided: Json) -> Json:
+def kernels_differ(status: Mapping[str, Any], leader: str) -> bool:
+    """Whether this machine's llama.cpp is known to have other bits than the leader's: their classes were measured, and
+    are two. `status`: this node's."""
+    own, its = (
+        next((row["backends"][0] for row in status["peers"] if row["peer_id"] == peer and row["backends"]), None)
+        for peer in (status["self"], leader)
+    )
+    if own is None or its is None or {own["name"], its["name"]} != {TRUNK_KERNELS}:
+        return False  # what computes experts there is not what runs the trunk
+    return shown_different(own["numeric_class"], its["numeric_class"])
+
+
+def verdict(kept: KeptRequest, swarm: Json, undivided: Json, *, other_kernels: bool = False) -> Json:
     """The report. `verified` is true or false as llama.cpp alone says; where it could not be asked, false if the swarm
-    does not repeat itself, else null."""
+    does not repeat itself, else null. other_kernels: as `kernels_differ` says."""
     deciding = undivided if undivided["token_hash"] is not None else swarm
     differs = deciding["first_difference"] is not None
     return {
@@ -58,11 +71,11 @@ def verdict(kept: KeptRequest, swarm: Json, undivided: Json) -> Json:
         "verified": False if differs else True if deciding is undivided else None,
         "swarm": swarm,
         "undivided": undivided,
-        "reason": _reason(kept, swarm, undivided),
+        "reason": _reason(kept, swarm, undivided, other_kernels),
     }
 
 
-def _reason(kept: KeptRequest, swarm: Json, undivided: Json) -> str:
+def _reason(kept: KeptRequest, swarm: Json, undivided: Json, other_kernels: bool) -> str:
     again = swarm["first_difference"]
     if undivided["token_hash"] is None:
         if again is None:
@@ -70,7 +83,8 @@ def _reason(kept: KeptRequest, swarm: Json, undivided: Json) -> str:
         why = f"the swarm, asked again, gives another token at index {again['index']}"
         return f"{why}{_why_others(kept)}; llama.cpp was not asked: {undivided['reason']}"
     if (at := undivided["first_difference"]) is not None:
-        return f"llama.cpp on the undivided model gives another token at index {at['index']}{_why_others(kept)}"
+        why = f"llama.cpp on the undivided model gives another token at index {at['index']}{_why_others(kept)}"
+        return f"{why}; this machine's kernels are of another numeric class than the leader's" if other_kernels else why
     proven = f"all {len(kept.tokens)} tokens are llama.cpp's own on the undivided model"
     return proven if again is None else f"{proven}; the swarm, asked again, gives another one at index {again['index']}"
 
@@ -79,7 +93,7 @@ def _why_others(kept: KeptRequest) -> str:
     """What is known of an answer whose tokens are not those of another computation."""
     why = ""
     if kept.mixed:
-        why += "; peers of other numeric classes had computed a part of the answer"
+        why += "; peers of another numeric class than the leader's had computed a part of the answer"
     if kept.tainted:
         why += "; a peer that computed something else, and was found out, had a part in the answer"
     return why

@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from backends.gguf_file import GGUFFile
 from capabilities.errors import NoLeader, UsageError
+from capabilities.numeric_class import named
 from scheduler.requests import Timings, Usage
 from scheduler.sampling import SamplingParams
 from swarmnode.cli import common, model_at_hand
@@ -23,7 +25,7 @@ from swarmnode.cli.render_requests import print_requests
 from swarmnode.kept_requests import KeepingAsker, KeptRequest, KeptRequests, token_hash
 from swarmnode.local_swarm import LocalNode
 from swarmnode.prompt_messages import Ask, Done, Failed, Reply, Token
-from swarmnode.verify import compared, first_difference, verdict, why_not_here
+from swarmnode.verify import compared, first_difference, kernels_differ, verdict, why_not_here
 from tests.documents import first_codes, section
 from tests.swarm_tools import Served, serving
 
@@ -158,6 +160,30 @@ def test_a_verdict_needs_llama_cpp() -> None:
         assert verdict(one, differs, nothing)["verified"] is False
     assert first_difference((5, 6), (5,)) == {"index": 1, "kept": 6, "other": None}
     assert token_hash((1, 256)) == hashlib.sha256(b"\1\0\0\0\0\1\0\0").hexdigest()
+
+
+def test_why_an_honest_answer_need_not_be_llama_cpps_here() -> None:
+    mixed, plain = replace(kept(1, 5, 6), mixed=True), kept(1, 5, 6)
+    same, other = compared(plain, (5, 6), None), compared(plain, (5, 7), None)
+    assert "peers of another numeric class than the leader's" in verdict(mixed, same, other)["reason"]
+    assert "numeric class" not in verdict(plain, same, other)["reason"]
+    assert "this machine's kernels are of another" in verdict(plain, same, other, other_kernels=True)["reason"]
+    assert "numeric class" not in verdict(plain, other, same, other_kernels=True)["reason"], "llama.cpp agrees"
+
+
+def test_kernels_differ_where_both_run_ggmls_and_two_classes_were_measured() -> None:
+    avx512, avx2 = (named("q4_1", digest * 32) for digest in ("ab", "cd"))
+
+    def status(own: str | None, its: str | None, name: str = "ggml-cpu") -> dict[str, Any]:
+        backends = [{"name": "ggml-cpu", "numeric_class": own}], [{"name": name, "numeric_class": its}]
+        rows = [{"peer_id": peer, "backends": each} for peer, each in zip(("me", "L"), backends, strict=True)]
+        return {"self": "me", "peers": rows}
+
+    assert kernels_differ(status(avx512, avx2), "L")
+    for told in (status(avx2, avx2), status(avx2, None), status(None, avx2), status(avx512, avx2, "ggml-vulkan")):
+        assert not kernels_differ(told, "L")
+    assert not kernels_differ(status(avx512, avx2), "gone")
+    assert not kernels_differ({"self": "me", "peers": [{"peer_id": "me", "backends": []}]}, "me")
 
 
 def test_a_model_that_is_not_there_or_too_large_is_not_loaded(tmp_path: Path) -> None:

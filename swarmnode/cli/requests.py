@@ -87,7 +87,7 @@ def _report(
 ) -> dict[str, Any]:
     from swarmnode.cli.model_at_hand import model_at_hand
     from swarmnode.kept_requests import KeptRequest
-    from swarmnode.verify import asked_undivided, compared, verdict
+    from swarmnode.verify import asked_undivided, compared, kernels_differ, verdict
 
     named = {} if request_id is None else {"request_id": request_id}
     kept = KeptRequest.from_json(request(settings.socket, "request", named))
@@ -105,7 +105,8 @@ def _report(
         with model_at_hand(settings, kept.model, model, fetch=fetch, progress=progress) as (file, reason):
             progress("llama.cpp on the undivided model", 0, 1)
             undivided = asked_undivided(kept, file, reason, prompt_tokens)
-    return verdict(kept, swarm, undivided)
+    differ = kernels_differ(request(settings.socket, "status", {}), kept.leader)
+    return verdict(kept, swarm, undivided, other_kernels=differ)
 
 
 def _answer(settings: Settings, method: str, params: dict[str, Any]) -> dict[str, Any]:
