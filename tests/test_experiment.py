@@ -259,5 +259,8 @@ def test_a_file_that_was_cut_in_its_last_line_goes_on(tmp_path: Path) -> None:
     again = Kept(path, {"seed": 1})
     assert again.get("a") == {"x": 1}
     assert again.get("b") is None
+    for bad in (tmp_path / "nowhere" / "kept", tmp_path):
+        with pytest.raises(UsageError, match="cannot be used"):
+            Kept(bad, {"seed": 1})
     again.put("b", {"x": 2})
     assert Kept(path, {"seed": 1}).get("b") == {"x": 2}

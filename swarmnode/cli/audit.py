@@ -104,8 +104,10 @@ def experiment(
     """
     if daemons and (len(cheats) > 1 or honest or resume):
         raise UsageError("--daemons takes one --cheat, and no --honest or --resume")
-    if no_cheats and (no_honest or cheats):
+    if no_cheats and no_honest:
         raise UsageError("nothing is left to try", hint="Leave --no-cheats or --no-honest out.")
+    if (no_cheats and cheats) or (no_honest and honest):
+        raise UsageError("some are named that are not to be tried", hint="Leave --no-cheats or --no-honest out.")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy is loaded: as one of many processes
     from swarmnode.bench import find_model
     from swarmnode.experiment.daemons import run_daemons

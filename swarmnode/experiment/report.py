@@ -35,13 +35,17 @@ class Kept:
         """about: what the results depend on; a file of another experiment is refused.
 
         Raises:
-            UsageError: the file is of another experiment, or damaged before its last line.
+            UsageError: the file is of another experiment, damaged before its last line, or cannot be read or written.
         """
         self._path = path
         self._found: dict[str, Json] = {}
         if path is None:
             return
-        text = path.read_text() if path.exists() else ""
+        try:
+            path.touch()
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{path} cannot be used: {error}", hint="Name another file for --resume.") from None
         whole = text[: text.rfind("\n") + 1]  # the last line may have been cut off
         try:
             read = [json.loads(line) for line in whole.splitlines()]

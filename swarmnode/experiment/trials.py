@@ -141,7 +141,7 @@ def _answer(dispatch: Dispatch, backend: ExpertBackend) -> F32:
     except SwarmError:
         raise
     except Exception as error:  # whatever a class of somebody's own raises
-        name = getattr(backend, "name", type(backend).__name__)
+        name = f"{type(backend).__module__}:{type(backend).__name__}"
         said = f"{type(error).__name__}: {error}"
         raise UsageError(f"{name} cannot compute: {said}", hint="Who fails gives no answer to audit.") from error
 
