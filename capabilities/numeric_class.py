@@ -34,4 +34,9 @@ def shown_different(one: str | None, other: str | None) -> bool:
     """Whether two classes are of the same work, and not equal. False where nothing is known, and where that differs."""
     if not one or not other:
         return False
-    return one != other and one[-WORK_CHARS:] == other[-WORK_CHARS:]
+    return one != other and work_of(one) == work_of(other)
+
+
+def work_of(word: str) -> str:
+    """What a class was measured with, in a word."""
+    return word[-WORK_CHARS:]

@@ -67,9 +67,9 @@ class MachineParts:
         return self.facts.memory_budget_bytes
 
     @property
-    def own_class(self) -> str:
-        """The numeric class of ggml's kernels on this processor; empty if others were measured here, or none yet."""
-        return self.measuring.current.numeric_class() if self.compute.name == TRUNK_KERNELS else ""
+    def own_classes(self) -> tuple[str, ...]:
+        """Numeric classes of ggml's kernels on this processor; none if others were measured here, or nothing yet."""
+        return self.measuring.classes if self.compute.name == TRUNK_KERNELS else ()
 
     def host_in(self, swarm: str) -> str:
         """A word for the machine that means nothing outside of the swarm."""

@@ -24,6 +24,7 @@ from backends.manifest import Manifest
 from backends.measure import DEADLINE_S, Request
 from capabilities.errors import Internal, SwarmError
 from capabilities.measurement import BackendMeasurement
+from capabilities.numeric_class import work_of
 from swarmnode import limits
 from swarmnode.compute import Compute
 from swarmnode.config_sections import ComputeConfig
@@ -40,6 +41,8 @@ USUAL: Final = Request(tuple(kind for kind, known in sorted(GGML_TYPES.items()) 
 DEADLINES_S: Final = (DEADLINE_S, 600.0)
 """The second one where the first was too short. An emulated processor takes three minutes for the usual types, and as
 long for the widest experts that a fingerprint is taken of, in half precision."""
+
+CLASSES_KEPT: Final = 8  # of so many models and usual types
 
 RunChild = Callable[[dict[str, Any]], Awaitable[BackendMeasurement]]
 
@@ -74,6 +77,7 @@ class Measuring:
         self._done = trio.Event()
         self._wanted.set()
         self._on_change: list[Callable[[], object]] = []
+        self._classes: dict[str, str] = {}  # by what they were measured with
 
     @contextmanager
     def on_change(self, callback: Callable[[], object]) -> Iterator[None]:
@@ -83,6 +87,12 @@ class Measuring:
             yield
         finally:
             self._on_change.remove(callback)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The numeric classes that were measured, the newest of each kind of work: before a model is known that is
+        another than afterwards, and other peers may be slower to know it."""
+        return tuple(self._classes.values())
 
     @property
     def busy(self) -> bool:
@@ -132,6 +142,7 @@ class Measuring:
             try:
                 measured = await self._run_child(ordered)
                 self.current = replace(self.current, backend=measured, error="")
+                self._remember(self.current.numeric_class())
                 _log.info(
                     "backend.measured", backend=measured.name, complete=measured.complete, types=len(measured.types)
                 )
@@ -142,6 +153,13 @@ class Measuring:
                 callback()
             if self.current.error or self.current.complete:
                 return
+
+    def _remember(self, word: str) -> None:
+        if word:
+            self._classes.pop(work_of(word), None)
+            self._classes[work_of(word)] = word
+        while len(self._classes) > CLASSES_KEPT:
+            del self._classes[next(iter(self._classes))]
 
 
 async def measure_in_child(ordered: dict[str, Any]) -> BackendMeasurement:

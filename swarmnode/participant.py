@@ -253,7 +253,7 @@ class Participant:
             on_record=self.leadership.set_record,
             verify_member=self._verify_member,
             board=self.verdicts,
-            own_class=lambda: self._parts.own_class,
+            own_classes=lambda: self._parts.own_classes,
         )
         self.candidate.leads(leader)
         try:

@@ -31,18 +31,19 @@ def member(measured: str, found: Agreement | None) -> Member:
 @pytest.mark.parametrize(
     ("measured", "found", "own", "expected"),
     [
-        (AVX512, SAME, AVX512, OWN_CLASS),
-        (AVX2, SAME, AVX512, AVX2),  # the rows of a probe are too few to tell these two apart
-        (AVX2, SAME, "", OWN_CLASS),
-        ("", SAME, AVX512, OWN_CLASS),
-        (BEFORE_THE_MODEL, SAME, AVX512, OWN_CLASS),  # of other work: it says nothing yet
-        (AVX512, OTHER, AVX512, AVX512),
-        (AVX2, None, AVX512, AVX2),
-        ("", OTHER, AVX512, None),
-        ("", None, "", None),
+        (AVX512, SAME, [AVX512], OWN_CLASS),
+        (AVX2, SAME, [AVX512], AVX2),  # the rows of a probe are too few to tell these two apart
+        (AVX2, SAME, [], OWN_CLASS),
+        ("", SAME, [AVX512], OWN_CLASS),
+        (BEFORE_THE_MODEL, SAME, [AVX512], OWN_CLASS),  # of other work: it says nothing yet
+        (AVX512, OTHER, [AVX512], AVX512),
+        (AVX2, None, [AVX512], AVX2),
+        ("", OTHER, [AVX512], None),
+        ("", None, [], None),
     ],
 )
 def test_a_class_is_the_leaders_own_if_probe_and_measurement_do_not_say_otherwise(
-    measured: str, found: Agreement | None, own: str, expected: str | None
+    measured: str, found: Agreement | None, own: list[str], expected: str | None
 ) -> None:
     assert numeric_class(member(measured, found), own) == expected
+    assert numeric_class(member(measured, found), [named("usual", "0" * 32), *own]) == expected

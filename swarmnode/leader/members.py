@@ -7,7 +7,7 @@ may wait for it. Everything here is on the event loop, so state needs no locks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
@@ -141,13 +141,13 @@ class Members:
         on_leave: Callable[[Member], None],
         on_speech: Callable[[Member], None],
         verify_member: VerifyMember | None = None,
-        own_class: Callable[[], str] = lambda: "",
+        own_classes: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """`verify_member`: who may be a member at all; None: everybody. `own_class`: what the leader's own kernels were
-        measured to be, empty while that is not known."""
+        """`verify_member`: who may be a member at all; None: everybody. `own_classes`: what the leader's own kernels
+        were measured to be, for the usual weight types and for the model's; none while that is not known."""
         self.by_peer: dict[PeerId, Member] = {}
         self.refused = 0  # hellos
-        self.own_class = own_class
+        self.own_classes = own_classes
         self._on_join = on_join
         self._on_progress = on_progress
         self._on_leave = on_leave

@@ -7,7 +7,7 @@ rows in 100,000 may differ. Then the leader's own copy is of that class, too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from backends.activations import q8_0_is_exact
@@ -51,7 +51,7 @@ def make_routing(
         answering[peer] = member, member.link
     for peer, (member, _) in answering.items():
         known.pop(peer, None)  # audits may have shown that what was known of it holds no more
-        if (kind := numeric_class(member, members.own_class())) is not None:
+        if (kind := numeric_class(member, members.own_classes())) is not None:
             known[peer] = kind
     classes = {OWN_COPY: OWN_CLASS, **known} if coverage.own_copy else dict(known)
     speeds = {
@@ -92,13 +92,14 @@ def quantizable(manifest: Manifest, choice: ActivationsChoice) -> frozenset[int]
     return frozenset(layer.layer for layer in layers if q8_0_is_exact(layer, programs[layer.program]))
 
 
-def numeric_class(member: Member, own: str) -> str | None:
-    """None if it is not known. own: the measured class of the leader's kernels, empty if that is not known.
+def numeric_class(member: Member, own: Collection[str]) -> str | None:
+    """None if it is not known. own: what the leader's kernels were measured to be, as far as that is known.
 
     That the probe found other bits stands over what was measured; that it found none, over what was not.
     """
     measured = member.hello.numeric_class
-    if member.agreement is not None and member.agreement.bit_identical and not shown_different(measured, own):
+    differs = any(shown_different(measured, each) for each in own)
+    if member.agreement is not None and member.agreement.bit_identical and not differs:
         return OWN_CLASS
     return measured or None
 

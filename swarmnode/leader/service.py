@@ -7,7 +7,7 @@ compared with the manifest, and the decode thread starts; placement follows as s
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -82,7 +82,7 @@ class Leader:
         on_record: Callable[[bytes], None] = _keep_nothing,
         verify_member: VerifyMember | None = None,
         board: VerdictBoard | None = None,
-        own_class: Callable[[], str] = lambda: "",
+        own_classes: Callable[[], Collection[str]] = tuple,
         make_judge: Callable[[OpenModel, Obtain], Judging] = _judge_apart,
     ) -> None:
         """term: which leadership this is; it fences what is dispatched.
@@ -96,7 +96,7 @@ class Leader:
         inherited: the newest record that a predecessor left. on_record: gets this leader's own, whenever it changes.
         verify_member: who may be a worker (members.Members); None: everybody.
         board: what was held of peers before, and where this leader writes what it finds; None: one of its own.
-        own_class: what ggml's kernels on this machine's processor were measured to be (members.Members).
+        own_classes: what ggml's kernels on this machine's processor were measured to be (members.Members).
         make_judge: who recomputes answers of live work.
         """
         network = protocols.network
@@ -105,7 +105,7 @@ class Leader:
         self.reason = "a model to serve: `swarmctl model add FILE`"
         self.board: VerdictBoard = MemoryBoard() if board is None else board
         self.members = Members(
-            network, self._joined, self._progressed, self._left, self._spoke, verify_member, own_class
+            network, self._joined, self._progressed, self._left, self._spoke, verify_member, own_classes
         )
         self._network = network
         self._trunks = trunks

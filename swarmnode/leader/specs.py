@@ -46,7 +46,7 @@ class Specs:
             rtt_ms=_magnitude(self._rtt_ms(member) or self._typical_rtt_ms() or default.rtt_ms),
             fitness="quarantined" if member.quarantined else "unfit" if member.unfit else "fit",
             accumulates_f32=hello.accumulates_f32,
-            numeric_class=numeric_class(member, self._members.own_class()),
+            numeric_class=numeric_class(member, self._members.own_classes()),
             draining=member.draining,
         )
 
