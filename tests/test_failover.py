@@ -133,7 +133,8 @@ async def test_another_holder_goes_on_with_the_same_tokens(tmp_path: Path, fault
         # A cut may come between two layers: then the next one goes elsewhere from the start. So may any layer on a busy
         # machine, where the other one seems faster by then.
         if fault is not cut and felt[0]():
-            assert remote.failover.failures + remote.failover.hedges >= 1
+            not_finite = sum(link.statistics.not_finite for link in links if link is not None)  # of these rows
+            assert remote.failover.failures + remote.failover.hedges + not_finite >= 1
         assert (remote.failover.own_rows, remote.failover.mixed_steps) == (0, 0)
 
 
