@@ -23,7 +23,7 @@ from scheduler.sampling import SamplingParams
 from swarmnode.asker import Asker
 from swarmnode.chat_messages import Message, chat
 from swarmnode.control import ControlReply
-from swarmnode.kept_requests import KeptRequest, KeptRequests
+from swarmnode.kept_requests import KeptRequest, KeptRequests, not_keeping
 from swarmnode.leader.service import Leader
 from swarmnode.models import Models, OnProgress
 from swarmnode.prompt_messages import Alive, Ask, Done, Failed, Queued, Token, loggable, new_request_id, new_seed
@@ -144,9 +144,9 @@ class Handlers:
 
     async def ask(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
         """Stream an answer as events; the result has it whole."""
-        return await self._answer(parse_ask(params), reply)
+        return await self._answer(parse_ask(params), reply, self._services.asker)
 
-    async def _answer(self, ask: Ask, reply: ControlReply) -> Mapping[str, Any]:
+    async def _answer(self, ask: Ask, reply: ControlReply, asker: Asker) -> Mapping[str, Any]:
         log = _log.bind(request_id=ask.request_id)
         log.info("request.begin", role="asker")
         started, first = time.monotonic(), None
@@ -154,7 +154,6 @@ class Handlers:
         tokens: list[int] = []
         logprobs: list[dict[str, Any]] = []
         done: Done | None = None
-        asker = self._services.asker
         async with asker.replies(ask) as replies:
             async for item in replies:
                 match item:
@@ -198,12 +197,12 @@ class Handlers:
         return (await self._kept(params)).to_json()
 
     async def replay(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
-        """Ask the swarm the same once more, with the same random numbers; events and result as of `ask`."""
+        """Ask the swarm the same once more, with the same random numbers; as `ask`, but nothing is kept of it."""
         kept = await self._kept(params)
         ask = replace(kept.ask, request_id=new_request_id())
         if kept.finish_reason == "error":
             ask = replace(ask, max_tokens=len(kept.tokens))
-        return await self._answer(ask, reply)
+        return await self._answer(ask, reply, not_keeping(self._services.asker))
 
     async def forget(self, params: Params, reply: ControlReply) -> Mapping[str, Any]:
         """Remove one request, or all of them."""

@@ -232,3 +232,8 @@ class KeepingAsker:
             await trio.to_thread.run_sync(self.kept.add, kept)
         except (OSError, SwarmError) as error:  # the answer counts for more
             _log.warning("request.not_kept", request_id=ask.request_id, reason=str(error))
+
+
+def not_keeping(asker: Asker) -> Asker:
+    """For what nobody asked anew: a proof's second answer must not push out those that people asked for."""
+    return asker._asker if isinstance(asker, KeepingAsker) else asker

@@ -217,6 +217,8 @@ def test_a_true_answer_is_proven(served: Served, capsys: pytest.CaptureFixture[s
     assert (status, report["verified"]) == (0, True), report["reason"]
     assert report["token_hash"] == report["swarm"]["token_hash"] == report["undivided"]["token_hash"]
     assert run(served.leader, capsys, "verify", report["request_id"])[1]["verified"] is True
+    newest, *_ = run(served.leader, capsys, "requests")[1]["requests"]
+    assert newest["request_id"] == report["request_id"], "a proof asks again, and leaves no trace"
 
 
 def test_the_report_says_what_is_documented() -> None:
