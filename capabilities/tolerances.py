@@ -25,6 +25,7 @@ SUM_ROUNDINGS: Final = 8.0
 _HALF_LAST_BIT: Final = 2.0**-24
 # exp, and a few products and quotients around it: a handful of last bits, whatever the row's width.
 ELEMENT_LIMIT: Final = 4e-6
+_GATED_PRODUCTS: Final = 3
 # One activation rounded to n bits of mantissa errs evenly within half a last bit; the root of the mean square follows.
 _ROOT_12: Final = math.sqrt(12)
 _LEVELS: Final = 127
@@ -124,9 +125,15 @@ def product_limits(
     return RowLimits(median, _WORST_OVER_MEDIAN * median)
 
 
-def element_limits() -> RowLimits:
-    """Limits for what is computed value by value, as a gated unit is."""
-    return RowLimits(ELEMENT_LIMIT, _WORST_OVER_MEDIAN * ELEMENT_LIMIT)
+def gated_limits(source_a: Precision = Precision.F32, source_b: Precision = Precision.F32) -> RowLimits:
+    """Limits for a gated unit, which is computed value by value between products with weights of one in F32.
+
+    source_a, source_b: what each side shows that it rounds activations to before such products. The unit's three values
+    pass one each.
+    """
+    error = math.hypot(rounding_error(source_a, 1), rounding_error(source_b, 1))
+    median = ELEMENT_LIMIT + _ROOM * math.sqrt(_GATED_PRODUCTS) * error
+    return RowLimits(median, _WORST_OVER_MEDIAN * median)
 
 
 def row_limits(width: int) -> RowLimits:

@@ -91,3 +91,21 @@ def test_what_rounds_in_no_known_way_counts_as_exact() -> None:
     assert (shown.rounding.source, shown.fits) == (Precision.F32, False)
     assert not shown_by(recipe, exact * float("nan"), 0).fits
     assert replace(shown, fits=True).left.median_relative_l2 == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_a_gated_unit_between_products_in_halves_is_no_unit_in_halves() -> None:
+    """Its values pass F32 products, which round where the side's own F32 products show it."""
+
+    def gated(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        level = op_level(find_target("reference"), find_target(name), Sizes(("f32",), (256,), WIDTHS), quiet)
+        (row,) = (row for row in level["ops"] if row["op"] == "swiglu")
+        return row, [limits for limits in level["tolerance"]["limits"] if limits["op"] == "swiglu"]
+
+    row, limits = gated(f"{OWN}RoundsWhenWide")
+    assert row["pass"], row["reason"]
+    assert row["relative_l2"] > 1e-4
+    assert [(each["widths"], each["source"]["b"]) for each in limits] == [([1], "f32"), ([40], "f16")]
+    assert limits[0]["median_relative_l2"] < 0.01 * limits[1]["median_relative_l2"]
+    row, limits = gated("reference:f16")
+    assert not row["pass"]
+    assert [each["source"]["b"] for each in limits] == ["f32"]

@@ -18,7 +18,8 @@ from backends.gguf_types import GGML_TYPES
 from backends.probe_weights import WEIGHT_TYPES
 from capabilities.equivalence import Difference, difference, number, worst
 from capabilities.errors import UnsupportedModel
-from capabilities.tolerances import RowLimits, element_limits, row_limits
+from capabilities.precision import Precision
+from capabilities.tolerances import RowLimits, gated_limits, row_limits
 from swarmnode.equivalence.causes import attribute
 from swarmnode.equivalence.recipes import AFAR_WIDTHS, GATED_LENGTH, ROW_LENGTHS, ROW_OPERATORS, Recipe, Sizes
 from swarmnode.equivalence.roundings import Shown, limits_of, shown_by
@@ -50,7 +51,7 @@ def op_level(a: Target, b: Target, sizes: Sizes, progress: Progress) -> dict[str
     if not found:
         raise UnsupportedModel(f"{a.name} and {b.name} share no weight type: {'; '.join(skipped)}")
     progress("op: single values and rows", len(numbers), len(numbers) + 1)
-    found.append(_gated(a, b, sizes))
+    found.append(_gated(a, b, sizes, found))
     if a.computes_rows and b.computes_rows:
         found += _rows(a, b, sizes)
     else:
@@ -188,9 +189,20 @@ def _over(row: Mapping[str, Any], width: int, found: Difference, limits: RowLimi
 # -- what has no weights ----------------------------------------------------------------------------------------------
 
 
-def _gated(a: Target, b: Target, sizes: Sizes) -> _Found:
+def _gated(a: Target, b: Target, sizes: Sizes, products: Sequence[_Found]) -> _Found:
+    """What a backend of experts computes value by value lies between products with F32 weights of one."""
     recipe = Recipe("swiglu", "", GATED_LENGTH, sizes.widths)
-    return _without_weights(a, b, recipe, element_limits())
+    sources = {
+        width: limits["source"]
+        for found in products
+        for limits in found.limits
+        if limits["type"] == "f32"
+        for width in limits["widths"]
+    }
+    exact = {"a": Precision.F32.value, "b": Precision.F32.value}
+    at_width = [sources.get(width, exact) for width in recipe.widths]
+    limits = [gated_limits(Precision(each["a"]), Precision(each["b"])) for each in at_width]
+    return _without_weights(a, b, recipe, limits, at_width)
 
 
 def _rows(a: Target, b: Target, sizes: Sizes) -> Iterator[_Found]:
@@ -198,10 +210,16 @@ def _rows(a: Target, b: Target, sizes: Sizes) -> Iterator[_Found]:
     for width in ROW_LENGTHS:
         for op in ROW_OPERATORS:
             recipe = Recipe(op, "", width, widths)
-            yield _without_weights(a, b, recipe, row_limits(width))
+            yield _without_weights(a, b, recipe, [row_limits(width)] * len(recipe.widths))
 
 
-def _without_weights(a: Target, b: Target, recipe: Recipe, limits: RowLimits) -> _Found:
+def _without_weights(
+    a: Target,
+    b: Target,
+    recipe: Recipe,
+    limits: Sequence[RowLimits],
+    sources: Sequence[Mapping[str, str]] | None = None,
+) -> _Found:
     of_a, of_b = a.outputs(recipe), b.outputs(recipe)
-    found = _compared(recipe, recipe.length, (of_a, of_b), [limits] * len(recipe.widths))
+    found = _compared(recipe, recipe.length, (of_a, of_b), limits, sources)
     return _Found(found.row | attribute(recipe, of_a, of_b, (a.setting, b.setting)), found.limits)
