@@ -14,7 +14,10 @@ from backends.experts import F32, I32, GgmlExperts
 from backends.numpy_reference import NumpyExperts
 from capabilities.agreement import compare
 from capabilities.errors import UsageError
+from swarmnode.equivalence.restarts import IN_ALL_MAX
+from swarmnode.equivalence.targets import find_target
 from swarmnode.experiment import daemons
+from swarmnode.experiment import run as run_module
 from swarmnode.experiment.cheats import CHEATS, Cheat, CheatKind, Zeros
 from swarmnode.experiment.report import Kept, cheat_summary, honest_summary, late_max
 from swarmnode.experiment.run import Effort, run_experiment
@@ -22,6 +25,7 @@ from tests.documents import ROOT, first_codes, rows, section
 from tests.expert_models import quiet, take_apart, tiny_file
 from tests.schema_checks import conforms
 from tests.test_documented_answers import keys_of
+from tests.test_equivalence_restarts import dying
 
 QUANTISATION = "q4_1"
 
@@ -197,6 +201,16 @@ def test_honest_peers_take_turns_until_their_time_together_is_over(tmp_path: Pat
     lines = kept.read_text().splitlines()
     assert run(None, ["ggml-cpu", "reference:f32"], effort, kept) == found
     assert kept.read_text().splitlines() == lines, "nothing was done twice"
+
+
+def test_kernels_that_end_over_and_over_again_end_no_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they answered until then counts, and the others go on."""
+    monkeypatch.setattr(run_module, "find_target", lambda name: dying(40) if name == "dying" else find_target(name))
+    effort = Effort(1, 1, audits=600, minutes=1.0)
+    dead, fine = run(None, ["dying", "ggml-cpu"], effort)["honest"]
+    assert (dead["reason"], dead["audits"], dead["pass"]) == ("the process ended", 250, True)
+    assert 0 < dead["restarts"] <= IN_ALL_MAX
+    assert (fine["reason"], fine["restarts"], fine["audits"]) == (None, 0, 600)
 
 
 def test_names_that_nobody_knows_are_refused_before_anything_begins() -> None:

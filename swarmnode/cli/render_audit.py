@@ -63,6 +63,11 @@ def print_experiment(result: Mapping[str, Json]) -> None:
                 plain(each["wrong_audits"]), f"{each['worst_relative_l2']:.1e}",
             )  # fmt: skip
         out.print(table)
+        for each in result["honest"]:
+            if each["restarts"]:
+                out.print(f"{each['target']}: its kernels ended and were started anew {each['restarts']} times")
+            if each["reason"]:
+                out.print(f"{each['target']} was given up: {plain(each['reason'])}")
         out.print("false convictions, at most so many an audit with 95 % confidence; audits with a wrong row\n")
     out.print("PASS" if result["pass"] else f"FAIL: {plain(result['reason'])}")
 

@@ -72,7 +72,8 @@ def trial_json(trial: Trial) -> Json:
     return {"suspected": trial.suspected, "out": trial.out, "dispatches": trial.dispatches}
 
 
-def watch_json(watch: Watch, seconds: float) -> Json:
+def watch_json(watch: Watch, seconds: float, restarts: int) -> Json:
+    """restarts: times that its kernels' process ended meanwhile."""
     return {
         "audits": watch.audits,
         "refused": watch.refused,
@@ -81,6 +82,7 @@ def watch_json(watch: Watch, seconds: float) -> Json:
         "changes": {str(change): count for change, count in watch.changes.items()},
         "worst_relative_l2": watch.worst,
         "seconds": seconds,
+        "restarts": restarts,
     }
 
 
@@ -108,8 +110,8 @@ def late_max(trials: int) -> int:
     return math.floor(mean + _LATE_SIGMAS * math.sqrt(mean * (1 - LATE_SHARE)))
 
 
-def honest_summary(target: str, watches: Sequence[Json]) -> Json:
-    """Over all audits of a kind of honest peer."""
+def honest_summary(target: str, watches: Sequence[Json], reason: str | None = None) -> Json:
+    """Over all audits of a kind of honest peer. reason: why it computed no more."""
     audits, changes, rows = 0, Counter[str](), Counter[str]()
     for watch in watches:
         audits += watch["audits"]
@@ -121,6 +123,8 @@ def honest_summary(target: str, watches: Sequence[Json]) -> Json:
         "audits": audits,
         "refused": sum(watch["refused"] for watch in watches),
         "minutes": sum(watch["seconds"] for watch in watches) / 60,
+        "restarts": sum(watch.get("restarts", 0) for watch in watches),
+        "reason": reason,
         "quarantined": quarantined,
         "quarantined_bound": None if quarantined else _RULE_OF_THREE / max(1, audits),
         "suspected": changes[Change.SUSPECTED],

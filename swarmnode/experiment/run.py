@@ -15,8 +15,9 @@ import trio
 from backends.device import Device
 from backends.experts import ExpertBackend
 from backends.llama import start_library
-from capabilities.errors import SwarmError, UsageError
+from capabilities.errors import KernelFailed, SwarmError, UsageError
 from swarmnode.compute import load_factory
+from swarmnode.equivalence.restarts import Restarts
 from swarmnode.equivalence.targets import STAND_IN, find_target
 from swarmnode.experiment.cheats import CHEATS, Cheat, by_name
 from swarmnode.experiment.dispatches import Dispatches, open_dispatches
@@ -115,6 +116,8 @@ class _Honest:
     target: str
     tests: FullAudits
     watches: list[dict[str, Any]] = field(default_factory=list)
+    restarts: Restarts = field(default_factory=Restarts)
+    reason: str | None = None  # why it computes no more
 
     @property
     def audits(self) -> int:
@@ -127,6 +130,11 @@ class _Honest:
     @property
     def convicted(self) -> bool:
         return any(watch["changes"].get("quarantined") for watch in self.watches)
+
+    @property
+    def ended(self) -> bool:
+        """It is convicted, or its kernels end over and over again."""
+        return self.convicted or self.reason is not None
 
 
 class _Experiment:
@@ -184,12 +192,12 @@ class _Experiment:
                 await self._watch(peer, judge_one, 60 * self._effort.minutes, self._effort.audits, _BLOCK)
         else:
             await self._take_turns(peers, judge_one, 60 * together)
-        return [honest_summary(peer.target, peer.watches) for peer in peers]
+        return [honest_summary(peer.target, peer.watches, peer.reason) for peer in peers]
 
     async def _take_turns(self, peers: Sequence[_Honest], judge_one: JudgeOne, seconds: float) -> None:
         """Each at least once; whoever had the least time is next."""
         turn_s = min(_TURN_S, seconds / max(1, len(peers)))
-        while left := [peer for peer in peers if not peer.convicted]:
+        while left := [peer for peer in peers if not peer.ended]:
             peer = min(left, key=lambda each: each.seconds)
             if peer.watches and sum(each.seconds for each in peers) >= seconds:
                 return
@@ -199,19 +207,27 @@ class _Experiment:
         """Audit a peer until so many seconds, or audits, are spent on it, or it is convicted."""
         backend = None
         try:
-            while not peer.convicted and peer.seconds < until_s and (audits is None or peer.audits < audits):
+            while not peer.ended and peer.seconds < until_s and (audits is None or peer.audits < audits):
                 self._progress(f"{peer.target}, honest", peer.audits, audits or 0)
                 key = f"honest {peer.target} {len(peer.watches)}"
                 if (found := self._kept.get(key)) is None:
-                    backend = backend or self._load(peer.target, find_target(peer.target).make)
-                    started = time.monotonic()
+                    backend = backend or self._load_honest(peer)
+                    before, started = len(peer.restarts.reasons), time.monotonic()
                     count = block if audits is None else min(block, audits - peer.audits)
                     watch = await watch_honest(self._dispatches, backend, judge_one, peer.tests, self._of(key), count)
-                    found = self._kept.put(key, watch_json(watch, time.monotonic() - started))
+                    restarts = len(peer.restarts.reasons) - before
+                    found = self._kept.put(key, watch_json(watch, time.monotonic() - started, restarts))
                 peer.watches.append(found)
+        except KernelFailed as error:  # however often it was started anew: what it answered until then counts
+            peer.reason = error.message
         finally:
             if backend is not None:
                 backend.close()
+
+    def _load_honest(self, peer: _Honest) -> ExpertBackend:
+        target = find_target(peer.target)
+        peer.restarts = target.restarts
+        return self._load(peer.target, target.make)
 
     def _load(self, name: str, make: Callable[[], ExpertBackend]) -> ExpertBackend:
         try:
