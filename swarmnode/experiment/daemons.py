@@ -2,8 +2,8 @@
 
 The cheat computes right until it has been proven and trusted with work, and then begins. Prompts are asked until the
 leader says that it is quarantined, or the time is up, and a few more after that. Each answer is held against llama.cpp
-on the undivided model: it must be equal, or say that it is tainted. Of a cheat that cheats now and then, answers may be
-wrong until it is noticed for the first time.
+on the undivided model: it must be equal, or say that it is tainted. An answer may end unnoticed in the few dispatches
+between a cheat's first wrong one and its first audit: one at the most, but of a cheat that cheats now and then.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PROMPTS: Final = (
 class _Answers:
     """What the swarm said: equal to llama.cpp's own, else tainted, else wrong; failed ones say why.
 
-    unnoticed: wrong, of a cheat that cheats now and then, against which nothing had been found when they were asked.
+    unnoticed: wrong, and asked before anything had been found against the cheat.
     """
 
     equal: list[int]
@@ -90,8 +90,7 @@ def _observe(
     number = afterwards = noticed = 0
     while afterwards < _AFTERWARDS and time.monotonic() - started < 60 * minutes:
         progress(f"{cheat}: asking the swarm", number, 0)
-        may_go_unnoticed = every > 1 and not noticed
-        _ask_once(swarm, _PROMPTS[number % len(_PROMPTS)], expected, number, answers, may_go_unnoticed)
+        _ask_once(swarm, _PROMPTS[number % len(_PROMPTS)], expected, number, answers, noticed=noticed > 0)
         number += 1
         shown = swarm.leader.call("peer", name=peer)
         noticed = (shown["audits"] or {}).get("differed", 0)
@@ -103,6 +102,7 @@ def _observe(
     others = [row for row in swarm.leader.status()["peers"] if row["peer_id"] != peer]
     convicted = [row["name"] for row in others if row["fitness"] == "quarantined"]
     everywhere = _known_everywhere(swarm, peer)
+    in_time = every > 1 or len(answers.unnoticed) <= 1
     return {
         "cheat": cheat,
         "workers": WORKERS,
@@ -117,7 +117,7 @@ def _observe(
         "honest_quarantined": convicted,
         "known_to_all": everywhere,
         "verdict": explained["verdict"],
-        "pass": out_s is not None and not answers.wrong and not convicted and everywhere,
+        "pass": out_s is not None and in_time and not answers.wrong and not convicted and everywhere,
     }
 
 
@@ -127,7 +127,8 @@ def _ask_once(
     expected: dict[str, list[int]],
     number: int,
     answers: _Answers,
-    may_go_unnoticed: bool,
+    *,
+    noticed: bool,
 ) -> None:
     try:
         answer = swarm.workers[-1].ask(prompt, max_tokens=_ANSWER_TOKENS, temperature=0.0)
@@ -138,7 +139,7 @@ def _ask_once(
         answers.equal.append(number)
     elif answer.get("tainted"):
         answers.tainted.append(number)
-    elif may_go_unnoticed:
+    elif not noticed:
         answers.unnoticed.append(number)
     else:
         answers.wrong.append(number)
