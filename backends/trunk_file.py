@@ -214,3 +214,10 @@ def write_all(file: BinaryIO, data: memoryview) -> None:
     done = 0
     while done < data.nbytes:
         done += file.write(data[done:])
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write every byte at that place of an open file. OSError where the disk does not take it."""
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count

@@ -17,7 +17,7 @@ from backends.expert_tensors import parse_name
 from backends.gguf_file import GGUFFile, TensorInfo
 from backends.gguf_types import tensor_bytes
 from backends.manifest import LayerExperts, Manifest
-from backends.trunk_file import COPY_BYTES, Change, expert_layers, header_of
+from backends.trunk_file import COPY_BYTES, Change, expert_layers, header_of, write_at
 from capabilities.errors import UnsupportedModel
 
 
@@ -41,13 +41,13 @@ class WholePlan:
 
     def write_trunk(self, trunk: GGUFFile, descriptor: int) -> None:
         """Everything but the experts, into an open file. OSError where the disk does not take it."""
-        _write_at(descriptor, memoryview(self.header), 0)
+        write_at(descriptor, memoryview(self.header), 0)
         buffer = memoryview(bytearray(COPY_BYTES))
         for info, start in self.copies:
             for begin in range(0, info.nbytes, COPY_BYTES):
                 piece = buffer[: min(COPY_BYTES, info.nbytes - begin)]
                 trunk.read_into(info, begin, piece)
-                _write_at(descriptor, piece, start + begin)
+                write_at(descriptor, piece, start + begin)
         os.ftruncate(descriptor, self.nbytes)
 
 
@@ -123,9 +123,3 @@ def _shared_width(trunk: GGUFFile) -> int | None:
     """Of the shared expert, None if there is none."""
     names = (f"blk.{layer}.ffn_down_shexp.weight" for layer in expert_layers(trunk))
     return next((trunk.tensors[name].shape[0] for name in names if name in trunk.tensors), None)
-
-
-def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        count = os.pwrite(descriptor, data, offset)
-        data, offset = data[count:], offset + count

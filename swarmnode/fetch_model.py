@@ -69,23 +69,21 @@ async def fetch_model(
             model_bytes=nbytes,
         )
     pace = None if cache is None else cache.downloads
-    try:
-        with disk_errors("the model", target.parent):
-            await trio.Path(target.parent).mkdir(parents=True, exist_ok=True)
-        if trunk is None:
-            await fetch_trunk(
-                origin.network, origin.sources, manifest, fetched,
-                lambda done, total: progress("the trunk", done, total), budget_bytes=manifest.trunk.size, pace=pace,
-            )  # fmt: skip
-        nbytes = await fetch_whole(
-            origin.network, origin.sources, manifest, trunk or fetched, target,
-            lambda done, total: progress("experts", done, total),
-            holdings=origin.holdings, cache=cache, pace=pace,
+    with disk_errors("the model", target.parent):
+        await trio.Path(target.parent).mkdir(parents=True, exist_ok=True)
+    if trunk is None:
+        await fetch_trunk(
+            origin.network, origin.sources, manifest, fetched,
+            lambda done, total: progress("the trunk", done, total), budget_bytes=manifest.trunk.size, pace=pace,
         )  # fmt: skip
-        if trunk is None:
+    nbytes = await fetch_whole(
+        origin.network, origin.sources, manifest, trunk or fetched, target,
+        lambda done, total: progress("experts", done, total),
+        holdings=origin.holdings, cache=cache, pace=pace,
+    )  # fmt: skip
+    if trunk is None:
+        with disk_errors("the model", target.parent):
             await trio.Path(fetched).unlink()
-    except OSError as error:
-        raise UsageError(f"{error.filename}: {error.strerror}", path=str(target)) from error
     return {"path": str(target), "bytes": nbytes, "model": {"name": manifest.name, "id": manifest.id}}
 
 

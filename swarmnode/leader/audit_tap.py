@@ -171,6 +171,11 @@ class AuditTap:
         """A peer whose answers were refused too often, what that changed, and the last answer's error."""
         return self._refused.popleft() if self._refused else None
 
+    def dropped(self, chosen: Chosen) -> None:
+        """What was taken is not judged after all."""
+        with self.lock:
+            self._drop((chosen,))
+
     def judged(self, chosen: Chosen) -> tuple[str, ...]:
         """What was taken needs no judging any more. The requests that it went into."""
         with self.lock:

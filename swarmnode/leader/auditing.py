@@ -177,9 +177,7 @@ class Auditing:
             if trio.current_time() >= self._silent_until_s:
                 self._silent_until_s = trio.current_time() + _SILENT_S
                 _log.warning("audit.not_made", peer=chosen.peer, layer=sample.layer.layer, reason=error.message)
-            with self.tap.lock:
-                self.tap.audits.dropped(chosen)
-            self.tap.judged(chosen)
+            self.tap.dropped(chosen)
             self.settling.judged()
             return 0.0
         self._judged(chosen, sample, judged)

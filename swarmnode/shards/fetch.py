@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import trio
 
 from backends.manifest import Manifest
-from capabilities.errors import ExpertsUnavailable, ModelNotFound, PeerMistake, SwarmError
+from capabilities.errors import ModelNotFound, PeerMistake
 from swarmnode import limits
 from swarmnode.net.interface import Network, NetworkError, PeerId
-from swarmnode.shards.fetch_plan import ExpertPart, Job, TrunkPart
-from swarmnode.shards.lanes import Fetch, Progress, give_up, reason
+from swarmnode.shards.fetch_plan import ExpertPart, Job
+from swarmnode.shards.lanes import Fetch, Progress, experts_unavailable, give_up, reason
 from swarmnode.shards.messages import PROTOCOL, RefusalError, ShardRequest, decode_chunk, encode_request
 from swarmnode.shards.store import PartialShard, ShardCache
 from swarmnode.wire import read_frame
@@ -107,20 +107,4 @@ class _IntoCache:
     def begin(self, job: Job) -> PartialShard | None:
         return self._cache.begin(job.digest, job.size)
 
-    def unavailable(
-        self,
-        part: ExpertPart | TrunkPart,
-        missing: Sequence[ExpertPart | TrunkPart],
-        reasons: str,
-        cause: str,
-        peer: str | None,
-    ) -> SwarmError:
-        assert isinstance(part, ExpertPart)
-        return ExpertsUnavailable(
-            f"no peer gave {part} ({reasons})",
-            hint="Check in `swarmctl status` that a peer with the model is connected; the fetch resumes where it was.",
-            layer=part.layer,
-            experts=sorted(o.expert for o in missing if isinstance(o, ExpertPart) and o.layer == part.layer),
-            peer=peer,
-            cause=cause,
-        )
+    unavailable = staticmethod(experts_unavailable)

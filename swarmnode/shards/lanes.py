@@ -95,6 +95,25 @@ def reason(error: Exception) -> str:
     return (str(error) or type(error).__name__)[: limits.ERROR_DETAIL_BYTES_MAX]
 
 
+def experts_unavailable(
+    part: ExpertPart | TrunkPart,
+    missing: Sequence[ExpertPart | TrunkPart],
+    reasons: str,
+    cause: str,
+    peer: str | None,
+) -> SwarmError:
+    """`Goal.unavailable` of experts."""
+    assert isinstance(part, ExpertPart)
+    return ExpertsUnavailable(
+        f"no peer gave {part} ({reasons})",
+        hint="Check in `swarmctl status` that a peer with the model is connected; the fetch resumes where it was.",
+        layer=part.layer,
+        experts=sorted(o.expert for o in missing if isinstance(o, ExpertPart) and o.layer == part.layer),
+        peer=peer,
+        cause=cause,
+    )
+
+
 def _range(part: ExpertPart | TrunkPart, offset: int, length: int) -> ExpertRange | TrunkRange:
     if isinstance(part, TrunkPart):
         return TrunkRange(part.index * PIECE_BYTES + offset, length)

@@ -18,6 +18,7 @@ from typing import Final
 import trio
 
 from backends.manifest import PIECE_BYTES, FileHash, Manifest
+from backends.trunk_file import write_at
 from capabilities.errors import BadModelFile, ModelNotFound, SwarmError
 from swarmnode import limits
 from swarmnode.net.interface import Network, PeerId
@@ -180,11 +181,8 @@ class _Piece:
     def write(self, chunk: bytes | memoryview) -> None:
         if self._offset + len(chunk) > self.size:
             raise ValueError("more bytes than the piece has")
-        rest, at = memoryview(chunk), self.index * PIECE_BYTES + self._offset
         with disk_errors("the trunk", self._draft.folder):
-            while rest:
-                count = os.pwrite(self._draft.fd, rest, at)
-                rest, at = rest[count:], at + count
+            write_at(self._draft.fd, memoryview(chunk), self.index * PIECE_BYTES + self._offset)
         self._hash.update(chunk)
         self._offset += len(chunk)
 

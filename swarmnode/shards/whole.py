@@ -19,13 +19,14 @@ import trio
 
 from backends.gguf_file import GGUFFile
 from backends.manifest import Manifest
+from backends.trunk_file import write_at
 from backends.whole_file import WholePlan, plan_whole
 from capabilities.errors import ExpertsUnavailable, SwarmError
 from capabilities.held_experts import HeldExperts
 from swarmnode import limits
 from swarmnode.net.interface import Network, PeerId
-from swarmnode.shards.fetch_plan import ExpertPart, Job, TrunkPart
-from swarmnode.shards.lanes import Fetch, Progress
+from swarmnode.shards.fetch_plan import ExpertPart, Job
+from swarmnode.shards.lanes import Fetch, Progress, experts_unavailable
 from swarmnode.shards.pace import Pace
 from swarmnode.shards.store import CacheError, ShardCache, disk_errors
 
@@ -60,19 +61,19 @@ async def fetch_whole(
     patience = limits.SHARD_FETCH_PATIENCE_SECONDS
     others = {peer: _parts(manifest, held) for peer, held in (holdings or {}).items()}
     group, jobs = list(sources[: limits.SHARD_SOURCES_MAX]), draft.jobs
+    failure: SwarmError | None = None
     try:
-        while True:
+        while jobs:
             try:
                 fetch = Fetch(network, manifest.id, draft, progress, pace)
-                failure = await fetch.run(jobs, group, patience, skip=True)
+                failure = await fetch.run(jobs, group, patience, skip=True) or failure
             except ExpertsUnavailable as error:  # nothing came for long
                 failure = error
-            missing = [job for job in draft.jobs if not await trio.to_thread.run_sync(draft.has, job)]
-            if not missing:
-                break
+            missing = await trio.to_thread.run_sync(draft.missing)
             group, jobs = _next_group(missing, others)
-            if not group:
-                raise failure or draft.unavailable(missing[0].part, [], "nobody to ask", "refused", None)
+            if missing and not group:
+                assert failure is not None, "the first group was asked for everything"
+                raise failure
         await trio.to_thread.run_sync(draft.finish)
         return draft.plan.nbytes
     finally:
@@ -140,6 +141,10 @@ class _Draft:
                 self._right[job.digest] = known
         return known
 
+    def missing(self) -> list[Job]:
+        """What is not here yet."""
+        return [job for job in self.jobs if not self.has(job)]
+
     def begin(self, job: Job) -> _Expert | None:
         with self._lock:
             if self._right.get(job.digest) or job.digest in self._writing:
@@ -153,23 +158,7 @@ class _Draft:
             self._writing.discard(digest)
             self._right[digest] = right
 
-    def unavailable(
-        self,
-        part: ExpertPart | TrunkPart,
-        missing: Sequence[ExpertPart | TrunkPart],
-        reasons: str,
-        cause: str,
-        peer: str | None,
-    ) -> SwarmError:
-        assert isinstance(part, ExpertPart)
-        return ExpertsUnavailable(
-            f"no peer gave {part} of {self._name} ({reasons})",
-            hint="Check in `swarmctl status` that every expert has a holder; the fetch resumes where it was.",
-            layer=part.layer,
-            experts=[part.expert],
-            peer=peer,
-            cause=cause,
-        )
+    unavailable = staticmethod(experts_unavailable)
 
     def write(self, digest: bytes, data: bytes | memoryview, offset: int) -> None:
         """Bytes of an expert from `offset` on, wherever they belong."""
@@ -177,10 +166,7 @@ class _Draft:
         with disk_errors(_WHAT, self.folder):
             for begin, start, nbytes in self.places[digest]:
                 low, high = max(begin, offset), min(begin + nbytes, offset + len(view))
-                rest, at = view[low - offset : max(low, high) - offset], start + low - begin
-                while rest:
-                    count = os.pwrite(self.fd, rest, at)
-                    rest, at = rest[count:], at + count
+                write_at(self.fd, view[low - offset : max(low, high) - offset], start + low - begin)
 
     def finish(self) -> None:
         """With everything there: give it its name."""
